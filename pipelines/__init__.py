@@ -1,0 +1,1 @@
+"""The foreman: reads flows.yaml, plans, gives orders to workers, keeps the books."""

@@ -1,0 +1,1 @@
+"""The drawing office: every word and number of a pipeline, without torch."""

@@ -1,0 +1,353 @@
+"""The doors of every stage: Config, Inputs, Outputs and VERSION, without torch.
+
+A node in flows.yaml names fields of its stage's Config and Inputs side by side; an input's value is an edge
+such as ``sample.samples``. Raise `version` when a stage computes something else from the same request.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from schemas.artifacts import (
+    AdvantagesTable,
+    ConditioningTable,
+    FileRef,
+    HistoryRef,
+    PipelineRef,
+    PolicyRef,
+    PromptsTable,
+    RewardsTable,
+    SamplesTable,
+    TrajectoryTable,
+)
+from schemas.assets import Asset
+from schemas.losses import EmaConfig, KlConfig, LossConfig, OldPolicyConfig, OptimizerConfig, WeightSet
+from schemas.models import ModelConfig
+from schemas.rewards import RewardConfig
+from schemas.sampling import SamplerConfig
+from schemas.strict import Strict
+
+Varies = Literal["seed", "iteration"]
+
+
+class StageConfig(Strict):
+    """Settings of a stage: identity. How it is computed is in Resources."""
+
+    def varies(self) -> frozenset[Varies]:
+        """What else the outputs depend on."""
+        return frozenset()
+
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Names of the metrics of the output, or none when they are not known before the run."""
+        return None
+
+
+class StageInputs(Strict):
+    """Pointers to outputs of other stages."""
+
+
+class StageOutputs(Strict):
+    """What a stage leaves behind; `metrics` are numbers by name."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class PromptsConfig(StageConfig):
+    """Reads prompts from a text file (one a line), a JSONL file or a `datasets` dataset and chooses some."""
+
+    path: Annotated[str, Asset()] = Field(description="File, folder of a saved dataset, hub id or package:MODULE/FILE.")
+    column: str = Field("prompt", description="Column of the text in JSONL files and datasets; others become metadata.")
+    split: str = Field("train", description="Split of a dataset.")
+    choose: int | None = Field(None, ge=1, description="Prompts drawn for each iteration; all when none.")
+
+    def varies(self) -> frozenset[Varies]:
+        """A choice depends on seed and iteration."""
+        return frozenset(("seed", "iteration")) if self.choose else frozenset()
+
+
+class PromptsInputs(StageInputs):
+    """Nothing."""
+
+
+class PromptsOutputs(StageOutputs):
+    """The chosen prompts."""
+
+    chosen: PromptsTable
+
+
+class EncodeConfig(StageConfig):
+    """Encodes prompts with the model's text encoders, which leave memory afterwards."""
+
+    model: ModelConfig
+    negative_prompt: str = Field("", description="Prompt of the negative branch of guidance.")
+
+
+class EncodeInputs(StageInputs):
+    """Prompts, and the pipeline when it was made in this run."""
+
+    prompts: PromptsTable
+    pipeline: PipelineRef | None = None
+
+
+class EncodeOutputs(StageOutputs):
+    """Embeddings."""
+
+    embeddings: ConditioningTable
+
+
+class EncodeImagesConfig(StageConfig):
+    """Encodes pictures into final latents with the model's autoencoder."""
+
+    model: ModelConfig
+
+
+class EncodeImagesInputs(StageInputs):
+    """Pictures."""
+
+    samples: SamplesTable
+    pipeline: PipelineRef | None = None
+
+
+class EncodeImagesOutputs(StageOutputs):
+    """Final latents, without steps."""
+
+    trajectory: TrajectoryTable
+
+
+class SampleConfig(StageConfig):
+    """Draws `per_prompt` pictures for each prompt from the policy."""
+
+    model: ModelConfig
+    per_prompt: int = Field(8, ge=1, description="Pictures for each prompt: the size of a group.")
+    sampler: SamplerConfig
+    weights: WeightSet = Field("raw", description="Which of the policy's weights: raw, old or ema.")
+    fixed_noise: bool = Field(False, description="The same noise in every iteration: for evaluations.")
+
+    def varies(self) -> frozenset[Varies]:
+        """Noise comes from seed and iteration."""
+        return frozenset(("seed",)) if self.fixed_noise else frozenset(("seed", "iteration"))
+
+
+class SampleInputs(StageInputs):
+    """Prompts, their embeddings and the policy; without a policy the base model draws."""
+
+    prompts: PromptsTable
+    conditioning: ConditioningTable
+    policy: PolicyRef | None = None
+    pipeline: PipelineRef | None = None
+
+
+class SampleOutputs(StageOutputs):
+    """Pictures, and the trajectories that led to them."""
+
+    samples: SamplesTable
+    trajectory: TrajectoryTable
+
+
+class ScoreConfig(StageConfig):
+    """Scores pictures with one or more rewards."""
+
+    rewards: dict[str, RewardConfig] = Field(min_length=1, description="Rewards by column name.")
+
+    def metric_names(self) -> tuple[str, ...]:
+        """For each reward its mean by its own name, and std, zero_std_ratio and missing below it."""
+        below = ("std", "zero_std_ratio", "missing")
+        return tuple(n for name in self.rewards for n in (name, *(f"{name}/{b}" for b in below)))
+
+    @model_validator(mode="after")
+    def _free_names(self) -> "ScoreConfig":
+        taken = {"sample_id", "prompt_id"} & set(self.rewards)
+        if taken:
+            raise ValueError(f"a reward cannot be called {sorted(taken)[0]!r}: the table has that column")
+        return self
+
+
+class ScoreInputs(StageInputs):
+    """Pictures."""
+
+    samples: SamplesTable
+
+
+class ScoreOutputs(StageOutputs):
+    """Scores."""
+
+    rewards: RewardsTable
+
+
+class AdvantageConfig(StageConfig):
+    """Turns rewards into advantages: (r - mean) / (std + 1e-4), clamped."""
+
+    kind: Literal["group", "global", "none"] = Field(
+        "group", description="std of each prompt's group; of all samples; or the reward minus its group's mean."
+    )
+    clamp: float = Field(5.0, gt=0, description="Advantages are clamped to [-clamp, clamp].")
+    flat: float = Field(1e-6, ge=0, description="A group whose std is not above this has no spread: advantage 0.")
+
+    def metric_names(self) -> tuple[str, ...]:
+        """Statistics of the weighted reward and of the advantages."""
+        return ("reward/mean", "reward/std", "reward/zero_std_ratio", "advantage/std", "advantage/dropped")
+
+
+class AdvantageInputs(StageInputs):
+    """Scores."""
+
+    rewards: RewardsTable
+
+
+class AdvantageOutputs(StageOutputs):
+    """Advantages."""
+
+    advantages: AdvantagesTable
+
+
+class UpdateConfig(StageConfig):
+    """Optimizer steps on the trainable weights."""
+
+    model: ModelConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int = Field(1, ge=1, description="Optimizer steps an epoch; the samples are split evenly among them.")
+    epochs: int = Field(1, ge=1, description="Passes over the samples.")
+    kl: KlConfig | None = None
+    old: OldPolicyConfig | None = Field(None, description="Schedule of the old policy, for losses that have one.")
+    ema: EmaConfig | None = Field(None, description="Average of the weights for evaluation and export.")
+
+    def varies(self) -> frozenset[Varies]:
+        """Noise, order, learning rate and old policy depend on them."""
+        return frozenset(("seed", "iteration"))
+
+
+class UpdateInputs(StageInputs):
+    """What was sampled, how good it was, and the policy to improve; without a policy the base is improved."""
+
+    trajectory: TrajectoryTable
+    conditioning: ConditioningTable
+    advantages: AdvantagesTable | None = None
+    policy: PolicyRef | None = None
+    pipeline: PipelineRef | None = None
+
+
+class UpdateOutputs(StageOutputs):
+    """The better policy."""
+
+    policy: PolicyRef
+
+
+class SummariseConfig(StageConfig):
+    """Compares evaluations and draws pictures of them."""
+
+    metric: str = Field(description="Name of the reward that is compared.")
+    pictures: int = Field(6, ge=1, description="Pictures for each prompt in the grid.")
+
+
+class SummariseInputs(StageInputs):
+    """Evaluations before and after by name (`train`, `heldout`), pictures of one of them, and a curve."""
+
+    before: dict[str, RewardsTable]
+    after: dict[str, RewardsTable]
+    samples_before: SamplesTable | None = None
+    samples_after: SamplesTable | None = None
+    curves: dict[str, HistoryRef] = Field(default_factory=dict)
+
+
+class SummariseOutputs(StageOutputs):
+    """A table in Markdown and, where the inputs are there, two pictures."""
+
+    summary: FileRef
+    grid: FileRef | None = None
+    curve: FileRef | None = None
+
+
+class ExportConfig(StageConfig):
+    """Writes a policy in the form that plain diffusers loads."""
+
+    model: ModelConfig
+    weights: WeightSet = "ema"
+    format: Literal["lora", "pipeline"] = Field("pipeline", description="LoRA file, or a whole pipeline folder.")
+    dtype: Literal["float32", "float16"] = Field("float32", description="Storage dtype of the export.")
+
+
+class ExportInputs(StageInputs):
+    """A policy."""
+
+    policy: PolicyRef | None
+    pipeline: PipelineRef | None = None
+
+
+class ExportOutputs(StageOutputs):
+    """The folder for `from_pretrained`, or for `load_lora_weights`."""
+
+    folder: PipelineRef
+
+
+class RenderConfig(StageConfig):
+    """Draws pictures of the built-in example's prompts: data for pretraining, and for testing its checker."""
+
+    per_prompt: int = Field(8, ge=1, description="Pictures for each prompt.")
+
+    def varies(self) -> frozenset[Varies]:
+        """Every iteration draws others."""
+        return frozenset(("seed", "iteration"))
+
+
+class RenderInputs(StageInputs):
+    """Prompts of the example."""
+
+    prompts: PromptsTable
+
+
+class RenderOutputs(StageOutputs):
+    """Pictures."""
+
+    samples: SamplesTable
+
+
+class FitAutoencoderConfig(StageConfig):
+    """Makes the example's pipeline from a seed and fits its autoencoder to pictures."""
+
+    steps: int = Field(2000, ge=1)
+    batch: int = Field(64, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+
+    def varies(self) -> frozenset[Varies]:
+        """Weights and order come from the seed."""
+        return frozenset(("seed",))
+
+
+class FitAutoencoderInputs(StageInputs):
+    """Pictures."""
+
+    samples: SamplesTable
+
+
+class FitAutoencoderOutputs(StageOutputs):
+    """A pipeline whose transformer knows nothing yet."""
+
+    pipeline: PipelineRef
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A stage's doors. `distributed`: all ranks work on it; else one process does, beside the others."""
+
+    config: type[StageConfig]
+    inputs: type[StageInputs]
+    outputs: type[StageOutputs]
+    version: int
+    distributed: bool
+
+
+CONTRACTS: dict[str, Contract] = {
+    "prompts": Contract(PromptsConfig, PromptsInputs, PromptsOutputs, 1, False),
+    "encode": Contract(EncodeConfig, EncodeInputs, EncodeOutputs, 1, True),
+    "encode_images": Contract(EncodeImagesConfig, EncodeImagesInputs, EncodeImagesOutputs, 1, True),
+    "sample": Contract(SampleConfig, SampleInputs, SampleOutputs, 1, True),
+    "score": Contract(ScoreConfig, ScoreInputs, ScoreOutputs, 1, False),
+    "advantage": Contract(AdvantageConfig, AdvantageInputs, AdvantageOutputs, 1, False),
+    "update": Contract(UpdateConfig, UpdateInputs, UpdateOutputs, 1, True),
+    "summarise": Contract(SummariseConfig, SummariseInputs, SummariseOutputs, 1, False),
+    "export": Contract(ExportConfig, ExportInputs, ExportOutputs, 1, True),
+    "render": Contract(RenderConfig, RenderInputs, RenderOutputs, 1, False),
+    "fit_autoencoder": Contract(FitAutoencoderConfig, FitAutoencoderInputs, FitAutoencoderOutputs, 1, True),
+}
