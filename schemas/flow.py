@@ -25,7 +25,7 @@ class Guard(Strict):
     metric: str = Field(description="node.metric of a score stage in the body.")
     falls: float = Field(gt=0, description="Margin below the best value so far.")
     action: Literal["finish", "fail"] = Field(
-        "finish", description="finish: leave the loop and run `after`, which may read loop.best; fail: end the run."
+        default="finish", description="finish: leave the loop and run `after`, which may read loop.best; fail: end the run."
     )
 
 
@@ -48,17 +48,17 @@ class Schedule(Strict):
 class NodeOptions(Strict):
     """Fields of a node that are not its stage's: how and when it runs."""
 
-    stage: str = Field("", description="Name of the stage; the node's own name when left out.")
-    every: int | None = Field(None, ge=1, description="In the body: before the first update, every N, and last.")
-    when: str | None = Field(None, description="Edge to a metric; the node is skipped when it is 0.")
+    stage: str = Field(default="", description="Name of the stage; the node's own name when left out.")
+    every: int | None = Field(default=None, ge=1, description="In the body: before the first update, every N, and last.")
+    when: str | None = Field(default=None, description="Edge to a metric; the node is skipped when it is 0.")
 
 
 class Flow(Strict):
     """One pipeline: stages before the loop, the loop, stages after it."""
 
     description: str
-    seed: int = Field(0, ge=0)
-    model: ModelConfig | None = Field(None, description="Given to every stage that has a model and names none.")
+    seed: int = Field(default=0, ge=0)
+    model: ModelConfig | None = Field(default=None, description="Given to every stage that has a model and names none.")
     stages: dict[Name, RawNode] = Field(default_factory=dict)
     loop: Loop | None = None
     after: dict[Name, RawNode] = Field(default_factory=dict)
@@ -71,12 +71,12 @@ class External(Strict):
     """A user's own code: `target` is imported by workers only, `config` must import without torch."""
 
     target: str = Field(pattern=r"^[\w.]+:\w+$", description="package.module:Name")
-    config: str | None = Field(None, pattern=r"^[\w.]+:\w+$", description="Its pydantic config class.")
+    config: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$", description="Its pydantic config class.")
 
 
 class FlowFile(Strict):
     """The whole file."""
 
-    python_path: tuple[str, ...] = Field((), description="Folders appended to sys.path, relative to the file.")
+    python_path: tuple[str, ...] = Field(default=(), description="Folders appended to sys.path, relative to the file.")
     external: dict[Name, External] = Field(default_factory=dict)
     flows: dict[Name, Flow] = Field(min_length=1)
