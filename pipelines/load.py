@@ -34,7 +34,8 @@ class Place(NamedTuple):
 class RawFile:
     """The tree of flows.yaml as plain values, and where each came from: a place in the file, or a ``--set``."""
 
-    path: Path
+    path: Path  # absolute
+    shown: str  # as the user wrote it, for messages
     tree: dict[str, Any]
     places: Mapping[At, Place]
     sets: Mapping[At, str] = field(default_factory=dict)
@@ -47,8 +48,8 @@ class RawFile:
             if at[:end] in self.places:
                 place = self.places[at[:end]]
                 line, column = place.key if key or end < len(at) else place.value
-                return FlowFileError(message, file=str(self.path), line=line, column=column, field=dotted(at))
-        return FlowFileError(message, file=str(self.path), field=dotted(at))
+                return FlowFileError(message, file=self.shown, line=line, column=column, field=dotted(at))
+        return FlowFileError(message, file=self.shown, field=dotted(at))
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class LoadedFile:
     def flow(self, name: str) -> Flow:
         """One flow by its name."""
         if name not in self.spec.flows:
-            raise FlowFileError(f"no flow {name!r}. {closest(name, self.spec.flows)}", file=str(self.raw.path))
+            raise FlowFileError(f"no flow {name!r}. {closest(name, self.spec.flows)}", file=self.raw.shown)
         return self.spec.flows[name]
 
 
@@ -98,7 +99,7 @@ def read(path: Path) -> RawFile:
     tree = _plain(_yaml(text, str(path)), (), places, str(path))
     if not isinstance(tree, dict):
         raise FlowFileError("wants a mapping with the key `flows`", file=str(path))
-    return RawFile(path.resolve(), tree, places)
+    return RawFile(path.resolve(), str(path), tree, places)
 
 
 def overridden(raw: RawFile, flow: str, sets: Iterable[str]) -> RawFile:
@@ -110,7 +111,7 @@ def overridden(raw: RawFile, flow: str, sets: Iterable[str]) -> RawFile:
     flows = tree.get("flows")
     if not isinstance(flows, dict) or not isinstance(flows.get(flow), dict):
         known = flows if isinstance(flows, dict) else ()
-        raise FlowFileError(f"no flow {flow!r}. {closest(flow, known)}", file=str(raw.path))
+        raise FlowFileError(f"no flow {flow!r}. {closest(flow, known)}", file=raw.shown)
     for text in sets:
         name, equals, value_text = text.partition("=")
         if not equals or not name:
@@ -119,7 +120,7 @@ def overridden(raw: RawFile, flow: str, sets: Iterable[str]) -> RawFile:
         steps = _set_path(tree["flows"][flow], tuple(name.split(".")), text)
         _assign(tree["flows"][flow], steps, value, text)
         marks[("flows", flow, *steps)] = text
-    return RawFile(raw.path, tree, raw.places, marks)
+    return RawFile(raw.path, raw.shown, tree, raw.places, marks)
 
 
 def dotted(at: At) -> str:

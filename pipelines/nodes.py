@@ -162,12 +162,15 @@ def resolved(model: M, base: Path) -> M:
     changes: dict[str, Any] = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
+        new = value
         if isinstance(value, str) and any(isinstance(mark, Asset) for mark in field.metadata):
-            changes[name] = resolve(value, base)
+            new = resolve(value, base)
         elif isinstance(value, BaseModel):
-            changes[name] = resolved(value, base)
+            new = resolved(value, base)
         elif isinstance(value, dict):
-            changes[name] = {k: resolved(v, base) if isinstance(v, BaseModel) else v for k, v in value.items()}
+            new = {k: resolved(v, base) if isinstance(v, BaseModel) else v for k, v in value.items()}
+        if new != value:  # an unchanged default stays one that the file did not set
+            changes[name] = new
     return model.model_copy(update=changes)
 
 

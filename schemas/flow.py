@@ -25,7 +25,8 @@ class Guard(Strict):
     metric: str = Field(description="node.metric of a score stage in the body.")
     falls: float = Field(gt=0, description="Margin below the best value so far.")
     action: Literal["finish", "fail"] = Field(
-        default="finish", description="finish: leave the loop and run `after`, which may read loop.best; fail: end the run."
+        default="finish",
+        description="finish: leave the loop and run `after`, which may read loop.best; fail: end the run.",
     )
 
 
@@ -49,7 +50,9 @@ class NodeOptions(Strict):
     """Fields of a node that are not its stage's: how and when it runs."""
 
     stage: str = Field(default="", description="Name of the stage; the node's own name when left out.")
-    every: int | None = Field(default=None, ge=1, description="In the body: before the first update, every N, and last.")
+    every: int | None = Field(
+        default=None, ge=1, description="In the body: before the first update, every N, and last."
+    )
     when: str | None = Field(default=None, description="Edge to a metric; the node is skipped when it is 0.")
 
 

@@ -1,0 +1,120 @@
+"""The command `rewardflow`. It answers --help, list and plan in about a second: torch and Prefect stay out of it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelines.compile import compile_flow
+from pipelines.describe import as_json, as_text
+from pipelines.load import load
+from pipelines.plan import Plan
+from schemas.errors import RewardflowError, UserError
+
+_ABOUT = """\
+Post-trains diffusion and flow-matching models with reinforcement learning.
+Pipelines are declared in flows.yaml; each is a DAG of stages such as
+prompts, encode, sample, score, advantage and update, some of them in a loop.
+"""
+_EXAMPLES = """\
+examples:
+  rewardflow list                           the flows of flows.yaml
+  rewardflow plan shapes                    what a flow will do, checked, without running it
+  rewardflow run shapes --as demo           run it; the same command goes on where it stopped
+  rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
+
+A run lives in one directory, runs/NAME. Every stage leaves a folder there,
+runs/NAME/ITERATION/STAGE, with its request, its outputs (Arrow tables, safetensors)
+and a record. A folder is complete or not there, so a run may be stopped at any
+moment, even by kill -9, and started again.
+
+exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C
+"""
+_SET = """\
+set a field of the flow, again and again if you like. PATH begins at a node (sample.per_prompt), at a field of the
+loop (times) or of the flow (seed, resources.processes); VALUE is YAML
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    arguments = _parser().parse_args(words)
+    try:
+        return arguments.command(arguments)
+    except UserError as error:
+        print(f"rewardflow: {error}", file=sys.stderr)
+        return 2
+    except RewardflowError as error:
+        print(f"rewardflow: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("rewardflow: stopped; the same command goes on from the last finished stage", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader, such as `head`, has left; a second failure while Python flushes would print a traceback.
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="rewardflow", description=_ABOUT, epilog=_EXAMPLES, formatter_class=kind)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    listing = commands.add_parser("list", help="the flows of the file, with what they are for")
+    listing.set_defaults(command=_list)
+    plan = commands.add_parser("plan", help="check a flow and show its stages, edges and settings")
+    plan.set_defaults(command=_plan)
+    plan.add_argument("flow", metavar="NAME", help="a flow of the file")
+    plan.add_argument("--json", action="store_true", help="as JSON")
+    run = commands.add_parser("run", help="run a flow, or go on with a run that was stopped")
+    run.set_defaults(command=_run)
+    run.add_argument("flow", metavar="NAME", help="a flow of the file")
+    run.add_argument("--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default")
+    run.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)")
+    run.add_argument("--plain", action="store_true", help="without Prefect: no task states and no UI, the same results")
+    for command in (listing, plan, run):
+        command.add_argument(
+            "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
+        )
+    for command in (plan, run):
+        command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    flows = load(arguments.file).spec.flows
+    width = max(len(name) for name in flows)
+    for name, flow in flows.items():
+        print(f"{name:<{width}}  {flow.description}")
+    return 0
+
+
+def _compiled(arguments: argparse.Namespace) -> Plan:
+    return compile_flow(load(arguments.file, arguments.flow, arguments.set), arguments.flow)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan = _compiled(arguments)
+    print(as_json(plan) if arguments.json else as_text(plan))
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    plan = _compiled(arguments)
+    for warning in plan.warnings:
+        print(f"rewardflow: warning: {warning}", file=sys.stderr)
+    run_name = arguments.run_name or arguments.flow
+    if arguments.plain:
+        from pipelines.run import run_plan
+
+        run_plan(plan, arguments.runs / run_name)
+    else:
+        from pipelines.flows import run_flow
+
+        run_flow(plan, run_name, arguments.runs, arguments.set)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
