@@ -24,6 +24,7 @@ def compile_flow(file: LoadedFile, name: str) -> Plan:
     flow = file.flow(name)
     found = Mistakes(file.raw.error)
     nodes = drafts(file, name, found)
+    found.stop()  # else every edge to a broken node would be a mistake too
     scope = Scope(nodes, _carry_types(flow, nodes), {})
     carry = _carry(name, flow, scope, found)
     guards = _guards(name, flow, scope, found)

@@ -57,9 +57,11 @@ class PromptsConfig(StageConfig):
     """Reads prompts from a text file (one a line), a JSONL file or a `datasets` dataset and chooses some."""
 
     path: Annotated[str, Asset()] = Field(description="File, folder of a saved dataset, hub id or package:MODULE/FILE.")
-    column: str = Field("prompt", description="Column of the text in JSONL files and datasets; others become metadata.")
-    split: str = Field("train", description="Split of a dataset.")
-    choose: int | None = Field(None, ge=1, description="Prompts drawn for each iteration; all when none.")
+    column: str = Field(
+        default="prompt", description="Column of the text in JSONL files and datasets; others become metadata."
+    )
+    split: str = Field(default="train", description="Split of a dataset.")
+    choose: int | None = Field(default=None, ge=1, description="Prompts drawn for each iteration; all when none.")
 
     def varies(self) -> frozenset[Varies]:
         """A choice depends on seed and iteration."""
@@ -80,7 +82,7 @@ class EncodeConfig(StageConfig):
     """Encodes prompts with the model's text encoders, which leave memory afterwards."""
 
     model: ModelConfig
-    negative_prompt: str = Field("", description="Prompt of the negative branch of guidance.")
+    negative_prompt: str = Field(default="", description="Prompt of the negative branch of guidance.")
 
 
 class EncodeInputs(StageInputs):
@@ -119,10 +121,10 @@ class SampleConfig(StageConfig):
     """Draws `per_prompt` pictures for each prompt from the policy."""
 
     model: ModelConfig
-    per_prompt: int = Field(8, ge=1, description="Pictures for each prompt: the size of a group.")
+    per_prompt: int = Field(default=8, ge=1, description="Pictures for each prompt: the size of a group.")
     sampler: SamplerConfig
-    weights: WeightSet = Field("raw", description="Which of the policy's weights: raw, old or ema.")
-    fixed_noise: bool = Field(False, description="The same noise in every iteration: for evaluations.")
+    weights: WeightSet = Field(default="raw", description="Which of the policy's weights: raw, old or ema.")
+    fixed_noise: bool = Field(default=False, description="The same noise in every iteration: for evaluations.")
 
     def varies(self) -> frozenset[Varies]:
         """Noise comes from seed and iteration."""
@@ -179,10 +181,12 @@ class AdvantageConfig(StageConfig):
     """Turns rewards into advantages: (r - mean) / (std + 1e-4), clamped."""
 
     kind: Literal["group", "global", "none"] = Field(
-        "group", description="std of each prompt's group; of all samples; or the reward minus its group's mean."
+        default="group", description="std of each prompt's group; of all samples; or the reward minus its group's mean."
     )
-    clamp: float = Field(5.0, gt=0, description="Advantages are clamped to [-clamp, clamp].")
-    flat: float = Field(1e-6, ge=0, description="A group whose std is not above this has no spread: advantage 0.")
+    clamp: float = Field(default=5.0, gt=0, description="Advantages are clamped to [-clamp, clamp].")
+    flat: float = Field(
+        default=1e-6, ge=0, description="A group whose std is not above this has no spread: advantage 0."
+    )
 
     def metric_names(self) -> tuple[str, ...]:
         """Statistics of the weighted reward and of the advantages."""
@@ -207,11 +211,15 @@ class UpdateConfig(StageConfig):
     model: ModelConfig
     loss: LossConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    steps: int = Field(1, ge=1, description="Optimizer steps an epoch; the samples are split evenly among them.")
-    epochs: int = Field(1, ge=1, description="Passes over the samples.")
+    steps: int = Field(
+        default=1, ge=1, description="Optimizer steps an epoch; the samples are split evenly among them."
+    )
+    epochs: int = Field(default=1, ge=1, description="Passes over the samples.")
     kl: KlConfig | None = None
-    old: OldPolicyConfig | None = Field(None, description="Schedule of the old policy, for losses that have one.")
-    ema: EmaConfig | None = Field(None, description="Average of the weights for evaluation and export.")
+    old: OldPolicyConfig | None = Field(
+        default=None, description="Schedule of the old policy, for losses that have one."
+    )
+    ema: EmaConfig | None = Field(default=None, description="Average of the weights for evaluation and export.")
 
     def varies(self) -> frozenset[Varies]:
         """Noise, order, learning rate and old policy depend on them."""
@@ -238,7 +246,7 @@ class SummariseConfig(StageConfig):
     """Compares evaluations and draws pictures of them."""
 
     metric: str = Field(description="Name of the reward that is compared.")
-    pictures: int = Field(6, ge=1, description="Pictures for each prompt in the grid.")
+    pictures: int = Field(default=6, ge=1, description="Pictures for each prompt in the grid.")
 
 
 class SummariseInputs(StageInputs):
@@ -264,8 +272,10 @@ class ExportConfig(StageConfig):
 
     model: ModelConfig
     weights: WeightSet = "ema"
-    format: Literal["lora", "pipeline"] = Field("pipeline", description="LoRA file, or a whole pipeline folder.")
-    dtype: Literal["float32", "float16"] = Field("float32", description="Storage dtype of the export.")
+    format: Literal["lora", "pipeline"] = Field(
+        default="pipeline", description="LoRA file, or a whole pipeline folder."
+    )
+    dtype: Literal["float32", "float16"] = Field(default="float32", description="Storage dtype of the export.")
 
 
 class ExportInputs(StageInputs):
@@ -284,7 +294,7 @@ class ExportOutputs(StageOutputs):
 class RenderConfig(StageConfig):
     """Draws pictures of the built-in example's prompts: data for pretraining, and for testing its checker."""
 
-    per_prompt: int = Field(8, ge=1, description="Pictures for each prompt.")
+    per_prompt: int = Field(default=8, ge=1, description="Pictures for each prompt.")
 
     def varies(self) -> frozenset[Varies]:
         """Every iteration draws others."""
@@ -306,9 +316,9 @@ class RenderOutputs(StageOutputs):
 class FitAutoencoderConfig(StageConfig):
     """Makes the example's pipeline from a seed and fits its autoencoder to pictures."""
 
-    steps: int = Field(2000, ge=1)
-    batch: int = Field(64, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
+    steps: int = Field(default=2000, ge=1)
+    batch: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
 
     def varies(self) -> frozenset[Varies]:
         """Weights and order come from the seed."""

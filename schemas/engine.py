@@ -10,16 +10,20 @@ from schemas.strict import Strict
 class Resources(Strict):
     """Processes, threads and batch sizes. Changing them never makes a committed stage stale."""
 
-    launcher: Literal["inline", "local"] = Field("local", description="This process, or worker processes.")
-    processes: int = Field(1, ge=1, description="Ranks that share the model (FSDP).")
-    threads: int | None = Field(None, ge=1, description="Threads a rank; the machine's cores shared out when none.")
+    launcher: Literal["inline", "local"] = Field(default="local", description="This process, or worker processes.")
+    processes: int = Field(default=1, ge=1, description="Ranks that share the model (FSDP).")
+    threads: int | None = Field(
+        default=None, ge=1, description="Threads a rank; the machine's cores shared out when none."
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     micro_batch: dict[str, int] = Field(
         default_factory=dict, description="Samples in one model call, by node or stage name; 8 where not named."
     )
-    shard_micro_batches: int = Field(4, ge=1, description="Micro-batches in one Arrow shard.")
-    timeout: float = Field(3600.0, gt=0, description="Seconds without progress after which a worker counts as lost.")
-    retries: int = Field(1, ge=0, description="Fresh starts after lost workers.")
+    shard_micro_batches: int = Field(default=4, ge=1, description="Micro-batches in one Arrow shard.")
+    timeout: float = Field(
+        default=3600.0, gt=0, description="Seconds without progress after which a worker counts as lost."
+    )
+    retries: int = Field(default=1, ge=0, description="Fresh starts after lost workers.")
 
     def micro_batch_of(self, node: str, stage: str) -> int:
         """Samples in one model call of this node."""

@@ -23,7 +23,7 @@ class UniformTimes(Strict):
 
     kind: Literal["uniform"] = "uniform"
     range: tuple[float, float] = (0.001, 0.999)
-    draws: int = Field(1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
+    draws: int = Field(default=1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
 
 
 class LogitNormalTimes(Strict):
@@ -31,16 +31,16 @@ class LogitNormalTimes(Strict):
 
     kind: Literal["logit_normal"] = "logit_normal"
     mean: float = 0.0
-    std: float = Field(1.0, gt=0)
-    draws: int = Field(1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
+    std: float = Field(default=1.0, gt=0)
+    draws: int = Field(default=1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
 
 
 class ScheduleTimes(Strict):
     """Times are the sigmas of the sampler's own schedule with this many steps, one drawn at a time."""
 
     kind: Literal["schedule"] = "schedule"
-    steps: int = Field(10, ge=1)
-    draws: int = Field(1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
+    steps: int = Field(default=10, ge=1)
+    draws: int = Field(default=1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
 
 
 TrainTimes = Annotated[UniformTimes | LogitNormalTimes | ScheduleTimes, Field(discriminator="kind")]
@@ -50,8 +50,8 @@ class GrpoLoss(Strict):
     """Clipped policy gradient on the log-probs of stochastic steps (Flow-GRPO, arXiv 2505.05470)."""
 
     kind: Literal["grpo"] = "grpo"
-    clip: float = Field(1e-4, gt=0, lt=1, description="The ratio is clipped to [1-clip, 1+clip].")
-    clip_high: float | None = Field(None, gt=0, description="Another upper range: 1+clip_high.")
+    clip: float = Field(default=1e-4, gt=0, lt=1, description="The ratio is clipped to [1-clip, 1+clip].")
+    clip_high: float | None = Field(default=None, gt=0, description="Another upper range: 1+clip_high.")
     needs: ClassVar[Needs] = Needs(states=True, advantages=True, old_policy=False, sampled_from="raw")
 
     @property
@@ -64,8 +64,8 @@ class NftLoss(Strict):
     """DiffusionNFT: contrast of implicit positive and negative policies (arXiv 2509.16117)."""
 
     kind: Literal["nft"] = "nft"
-    beta: float = Field(0.1, gt=0, le=1, description="Strength of the implicit policies.")
-    advantage_clip: float = Field(5.0, gt=0, description="c in r = clamp(A, -c, c)/(2c) + 1/2.")
+    beta: float = Field(default=0.1, gt=0, le=1, description="Strength of the implicit policies.")
+    advantage_clip: float = Field(default=5.0, gt=0, description="c in r = clamp(A, -c, c)/(2c) + 1/2.")
     times: TrainTimes = Field(default_factory=UniformTimes)
     needs: ClassVar[Needs] = Needs(states=False, advantages=True, old_policy=True, sampled_from="old")
 
@@ -75,7 +75,7 @@ class SftLoss(Strict):
 
     kind: Literal["sft"] = "sft"
     times: TrainTimes = Field(default_factory=LogitNormalTimes)
-    text_dropout: float = Field(0.0, ge=0, lt=1, description="Share of samples trained on the negative prompt.")
+    text_dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of samples trained on the negative prompt.")
     needs: ClassVar[Needs] = Needs(states=False, advantages=False, old_policy=False, sampled_from=None)
 
 
@@ -86,7 +86,8 @@ class KlConfig(Strict):
     """Keeps the policy near the reference (the base model)."""
 
     kind: Literal["velocity", "mean", "mean_over_g"] = Field(
-        "velocity", description="mean (v-v_ref)^2; or of step means over 2 std^2; or over 2 g^2 as Flow-GRPO published."
+        default="velocity",
+        description="mean (v-v_ref)^2; or of step means over 2 std^2; or over 2 g^2 as Flow-GRPO published.",
     )
     weight: float = Field(gt=0)
 
@@ -97,8 +98,8 @@ class OldPolicyConfig(Strict):
     decay = min(rate * iteration, max_decay) with the iteration counted from 0: DiffusionNFT's schedule.
     """
 
-    rate: float = Field(0.001, ge=0)
-    max_decay: float = Field(0.5, ge=0, lt=1)
+    rate: float = Field(default=0.001, ge=0)
+    max_decay: float = Field(default=0.5, ge=0, lt=1)
 
     def decay(self, iteration: int) -> float:
         """The decay after this iteration."""
@@ -111,7 +112,7 @@ class EmaConfig(Strict):
     decay = min(decay, (1 + step) / (10 + step)) with warm-up, so that early weights do not linger.
     """
 
-    decay: float = Field(0.95, ge=0, lt=1)
+    decay: float = Field(default=0.95, ge=0, lt=1)
     warm_up: bool = True
 
     def at(self, step: int) -> float:
@@ -124,9 +125,9 @@ class LearningRate(Strict):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     start: float = Field(gt=0, description="Rate after the warm-up.")
-    end: float = Field(0.0, ge=0, description="Rate at `over` iterations and after; unused when constant.")
-    over: int = Field(1, ge=1, description="Iterations from start to end.")
-    warm_up: int = Field(0, ge=0, description="Optimizer steps of linear warm-up over the whole run.")
+    end: float = Field(default=0.0, ge=0, description="Rate at `over` iterations and after; unused when constant.")
+    over: int = Field(default=1, ge=1, description="Iterations from start to end.")
+    warm_up: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up over the whole run.")
 
     @model_validator(mode="after")
     def _falls(self) -> "LearningRate":
@@ -141,6 +142,8 @@ class OptimizerConfig(Strict):
     kind: Literal["adamw"] = "adamw"
     learning_rate: LearningRate = LearningRate(start=1e-4)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-15, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float | None = Field(None, gt=0, description="Gradients above this norm are scaled down to it.")
+    eps: float = Field(default=1e-15, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, description="Gradients above this norm are scaled down to it."
+    )

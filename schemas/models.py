@@ -13,9 +13,9 @@ Dtype = Literal["float32", "bfloat16"]
 class LoraConfig(Strict):
     """Low-rank adapters through PEFT; without this block all weights of the transformer are trained."""
 
-    rank: int = Field(16, ge=1, description="Rank of the adapters.")
-    alpha: float | None = Field(None, gt=0, description="Scale numerator; twice the rank when not given.")
-    targets: tuple[str, ...] = Field((), description="Module names; the family's default when empty.")
+    rank: int = Field(default=16, ge=1, description="Rank of the adapters.")
+    alpha: float | None = Field(default=None, gt=0, description="Scale numerator; twice the rank when not given.")
+    targets: tuple[str, ...] = Field(default=(), description="Module names; the family's default when empty.")
 
     @property
     def scale_alpha(self) -> float:
@@ -28,13 +28,17 @@ class Sd3Model(Strict):
 
     kind: Literal["sd3"] = "sd3"
     path: Annotated[str | None, Asset()] = Field(
-        None, description="Folder, hub id or package:MODULE/FOLDER; none when a node gives `pipeline`."
+        default=None, description="Folder, hub id or package:MODULE/FOLDER; none when a node gives `pipeline`."
     )
-    revision: str | None = Field(None, description="Commit of the hub repository.")
+    revision: str | None = Field(default=None, description="Commit of the hub repository.")
     lora: LoraConfig | None = None
-    dtype: Dtype = Field("float32", description="Compute dtype; trainable weights are float32 always.")
-    max_sequence_length: int = Field(256, ge=1, description="Text tokens of the T5 branch, as the pipeline's argument.")
-    resolution: int | None = Field(None, ge=8, description="Height and width in pixels; the model's own when none.")
+    dtype: Dtype = Field(default="float32", description="Compute dtype; trainable weights are float32 always.")
+    max_sequence_length: int = Field(
+        default=256, ge=1, description="Text tokens of the T5 branch, as the pipeline's argument."
+    )
+    resolution: int | None = Field(
+        default=None, ge=8, description="Height and width in pixels; the model's own when none."
+    )
 
 
 # A union discriminated by `kind` as soon as there is a second family.

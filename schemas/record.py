@@ -43,7 +43,9 @@ class StageRecord(Strict):
     stage: str
     iteration: int | None
     status: Literal["done", "skipped"]
-    why: str = Field("", description="Why it was skipped, or on which older record of an `every` stage it stands.")
+    why: str = Field(
+        default="", description="Why it was skipped, or on which older record of an `every` stage it stands."
+    )
     payload: dict[str, Any]
     fingerprint: str
     sources: dict[str, Any] = Field(description="For each input the address it came from, e.g. 0003/sample.samples.")

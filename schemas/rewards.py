@@ -8,14 +8,14 @@ from schemas.strict import Strict
 
 
 class _Reward(Strict):
-    weight: float = Field(1.0, description="Weight in the advantage; 0 scores without training on it.")
+    weight: float = Field(default=1.0, description="Weight in the advantage; 0 scores without training on it.")
 
 
 class ShapesReward(_Reward):
     """The built-in example's check of number, colour and shape in a picture drawn for 'two red circles'."""
 
     kind: Literal["shapes"] = "shapes"
-    score: Literal["partial", "strict"] = Field("partial", description="Graded in [0, 1], or all-or-nothing.")
+    score: Literal["partial", "strict"] = Field(default="partial", description="Graded in [0, 1], or all-or-nothing.")
 
 
 class JpegSizeReward(_Reward):
@@ -23,7 +23,7 @@ class JpegSizeReward(_Reward):
 
     kind: Literal["jpeg_size"] = "jpeg_size"
     prefer: Literal["small", "large"] = "small"
-    quality: int = Field(95, ge=1, le=100)
+    quality: int = Field(default=95, ge=1, le=100)
 
 
 class ExternalReward(_Reward):
@@ -32,7 +32,7 @@ class ExternalReward(_Reward):
     kind: Literal["external"] = "external"
     name: str = Field(description="Name of the entry under `external`.")
     settings: dict[str, Any] = Field(default_factory=dict, description="Fields of the entry's own config class.")
-    target: str = Field("", description="Filled from the entry; naming code here is refused.")
+    target: str = Field(default="", description="Filled from the entry; naming code here is refused.")
 
 
 RewardConfig = Annotated[ShapesReward | JpegSizeReward | ExternalReward, Field(discriminator="kind")]

@@ -25,9 +25,9 @@ class RandomWindow(Strict):
     """
 
     kind: Literal["random"] = "random"
-    size: int = Field(1, ge=1, description="Number of stochastic steps.")
+    size: int = Field(default=1, ge=1, description="Number of stochastic steps.")
     range: tuple[int, int] | None = Field(
-        None, description="First step and end (exclusive) that the window may cover; the first half when none."
+        default=None, description="First step and end (exclusive) that the window may cover; the first half when none."
     )
 
     def steps(self, num_steps: int, seed: int, iteration: int) -> tuple[int, ...]:
@@ -48,9 +48,11 @@ Window = Annotated[AllSteps | RandomWindow, Field(discriminator="kind")]
 
 
 class _Sampler(Strict):
-    steps: int = Field(10, ge=1, description="Denoising steps.")
-    guidance_scale: float = Field(1.0, ge=0, description="Classifier-free guidance; 1 leaves the negative branch out.")
-    shared_noise: bool = Field(False, description="All samples of a prompt start from the same noise.")
+    steps: int = Field(default=10, ge=1, description="Denoising steps.")
+    guidance_scale: float = Field(
+        default=1.0, ge=0, description="Classifier-free guidance; 1 leaves the negative branch out."
+    )
+    shared_noise: bool = Field(default=False, description="All samples of a prompt start from the same noise.")
 
     stochastic: ClassVar[bool]
 
@@ -71,10 +73,10 @@ class FlowSdeSampler(_Sampler):
     """Flow-GRPO's SDE inside the window, ODE outside (arXiv 2505.05470)."""
 
     kind: Literal["flow_sde"] = "flow_sde"
-    eta: float = Field(0.7, gt=0, description="Noise level; more explores more.")
+    eta: float = Field(default=0.7, gt=0, description="Noise level; more explores more.")
     window: Window = Field(default_factory=AllSteps)
     states: Literal["float32", "float16"] = Field(
-        "float32", description="Storage dtype; states are rounded to it first."
+        default="float32", description="Storage dtype; states are rounded to it first."
     )
     stochastic: ClassVar[bool] = True
 
