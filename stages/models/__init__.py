@@ -35,6 +35,7 @@ class Adapter(Protocol):
     """One model family."""
 
     lora_targets: ClassVar[tuple[str, ...]]
+    conditioning: ClassVar[tuple[str, ...]]  # names of the tensors that `encode` gives
 
     def __init__(self, config: ModelConfig, source: str) -> None: ...
 
@@ -48,6 +49,10 @@ class Adapter(Protocol):
 
     def encode(self, prompts: Sequence[str], device: torch.device) -> list[dict[str, Tensor]]:
         """Embeddings of each prompt, unbatched, float32 on the CPU; the encoders leave memory afterwards."""
+        ...
+
+    def resolution(self) -> int:
+        """Height and width of a picture in pixels."""
         ...
 
     def latent_shape(self) -> tuple[int, ...]:
