@@ -51,6 +51,7 @@ def check(plan: Plan, found: Mistakes) -> None:
             message = "format lora needs a model with a `lora` block; full weights are exported as `format: pipeline`"
             found.add(message, _at(plan, node, "format"))
     _check_resources(plan, found)
+    _warn(plan, found)
 
 
 def _at(plan: Plan, node: PlanNode, *fields: str) -> tuple[str | int, ...]:
@@ -241,3 +242,15 @@ def _check_resources(plan: Plan, found: Mistakes) -> None:
             found.add(f"no node or stage {name!r}. {closest(name, set(known))}", at, key=True)
         if size < 1:
             found.add(f"wanted at least 1, got {size}", at)
+
+
+def _warn(plan: Plan, found: Mistakes) -> None:
+    """What is lawful but seldom meant."""
+    body = {node.name: node for node in plan.section("body")}
+    read = {edge.name for node in body.values() for edge in node.edges() if isinstance(edge, FromCarry)}
+    found.warnings += [f"nothing in the loop reads carry.{name}" for name in plan.carry if name not in read]
+    for node in body.values():
+        sources = [body[edge.node] for edge in node.edges() if isinstance(edge, FromNode) and edge.node in body]
+        if node.every is None and sources and all(source.every for source in sources):
+            seldom = ", ".join(f"{source.name!r} (every {source.every})" for source in sources)
+            found.warnings.append(f"{node.name}: runs in every iteration, but all it reads comes from {seldom}")

@@ -1,6 +1,8 @@
 """The command `rewardflow`. It answers --help, list and plan in about a second: torch and Prefect stay out of it."""
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +42,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     arguments = _parser().parse_args(words)
     try:
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"rewardflow: {error}", file=sys.stderr)
         return 2
@@ -51,8 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("rewardflow: stopped; the same command goes on from the last finished stage", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader, such as `head`, has left; a second failure while Python flushes would print a traceback.
-        sys.stderr.close()
+        # The reader, such as `head`, has left; Python's own flush at exit would fail again, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
@@ -102,9 +106,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
+    run_name = arguments.flow if arguments.run_name is None else arguments.run_name
+    if not re.fullmatch(r"\w[\w.-]*", run_name):
+        raise UserError(f"--as: a run's name has letters, digits, '.', '_' and '-', got {run_name!r}")
     for warning in plan.warnings:
         print(f"rewardflow: warning: {warning}", file=sys.stderr)
-    run_name = arguments.run_name or arguments.flow
     if arguments.plain:
         from pipelines.run import run_plan
 

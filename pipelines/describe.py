@@ -164,7 +164,7 @@ def _calls(plan: Plan) -> Iterator[str]:
     section = "body" if plan.times else "before"
     for node in plan.section(section):
         if isinstance(node.config, SampleConfig):
-            rows, times, what = num_samples(plan, node), node.config.sampler.steps, "steps"
+            rows, times, what = num_samples(plan, node), node.config.sampler.steps, "step"
         elif isinstance(node.config, UpdateConfig):
             drawn = source(plan, node, "trajectory")
             rows = num_samples(plan, drawn) if drawn else None
@@ -175,17 +175,18 @@ def _calls(plan: Plan) -> Iterator[str]:
         count = f"{-(-rows // size) * times:,}" if rows is not None else "unknown"
         seldom = f", every {node.every} iterations" if node.every else ""
         pictures = f"{rows:,}" if rows is not None else "? (the number of prompts is not known yet)"
-        yield f"{node.name}: {count} ({pictures} pictures x {times} {what}, {size} in a micro-batch){seldom}"
+        plural = "s" if times > 1 else ""
+        yield f"{node.name}: {count} ({pictures} pictures x {times} {what}{plural}, {size} in a micro-batch){seldom}"
 
 
 def _num_trained(config: UpdateConfig, drawn: PlanNode | None) -> tuple[int, str]:
     """Model calls for one picture in an update: (number, what they are)."""
     if isinstance(config.loss, NftLoss | SftLoss):
         times: UniformTimes | LogitNormalTimes | ScheduleTimes = config.loss.times
-        return config.epochs * times.draws, "noised times, forward and backward"
+        return config.epochs * times.draws, "(time, noise) pair"
     sampler = drawn.config.sampler if drawn and isinstance(drawn.config, SampleConfig) else None
     steps = len(sampler.window.steps(sampler.steps, 0, 0)) if isinstance(sampler, FlowSdeSampler) else 1
-    return config.epochs * steps, "stochastic steps, forward and backward"
+    return config.epochs * steps, "stochastic step"
 
 
 def num_samples(plan: Plan, node: PlanNode) -> int | None:

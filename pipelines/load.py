@@ -95,6 +95,8 @@ def read(path: Path) -> RawFile:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FlowFileError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8", file=str(path)) from error
+    except OSError as error:
+        raise FlowFileError(f"cannot be read: {error.strerror}", file=str(path)) from error
     places: dict[At, Place] = {}
     tree = _plain(_yaml(text, str(path)), (), places, str(path))
     if not isinstance(tree, dict):
@@ -172,6 +174,8 @@ def _yaml(text: str, file: str) -> object:
         line, column = (mark.line + 1, mark.column + 1) if mark is not None else (0, 0)
         problem = (error.problem or "cannot be read").strip().splitlines()[0]
         raise FlowFileError(f"not valid YAML: {problem}", file=file, line=line, column=column) from error
+    except RecursionError as error:
+        raise FlowFileError(f"is nested more than {_DEEPEST} deep", file=file) from error
     except YAMLError as error:
         raise FlowFileError(f"not valid YAML: {str(error).strip().splitlines()[0]}", file=file) from error
 

@@ -143,7 +143,7 @@ def _message(detail: ErrorDetails, owner: type[BaseModel] | None, name: str) -> 
         choices = _choices(owner, name)
         if choices:
             return f"unknown value {got!r}. {closest(str(got), choices)}"
-    text = detail["msg"].replace("Input should be ", "wanted ")
+    text = detail["msg"].replace("Input should be ", "wanted ").replace("an object", "a mapping")
     return f"{text}, got {_short(got)}"
 
 

@@ -37,7 +37,7 @@ def test_plan_draws_the_flow(flow_file: Write, capsys: pytest.CaptureFixture[str
         "stop collapse: when eval_score.size falls 0.1 below its best, finish",
         "export export policy <- loop.best(eval_score.size)",
         "sample: 24 (12 pictures x 6 steps, 3 in a micro-batch)",
-        "update: 10 (12 pictures x 5 stochastic steps, forward and backward, 8 in a micro-batch)",
+        "update: 10 (12 pictures x 5 stochastic steps, 8 in a micro-batch)",
         "eval: 48 (24 pictures x 6 steps, 3 in a micro-batch), every 2 iterations",
     ):
         assert part in words, part
@@ -83,6 +83,27 @@ def test_no_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert code == 2
     assert "flows.yaml: no such file" in err
     assert "--file" in err
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "-a"])
+def test_a_run_has_a_plain_name(flow_file: Write, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("run", "small", f"--as={name}", "--file", str(flow_file()), capsys=capsys)
+    assert code == 2
+    assert f"a run's name has letters, digits, '.', '_' and '-', got {name!r}" in err
+
+
+def test_a_reader_that_leaves_is_no_error(flow_file: Write) -> None:
+    words = [sys.executable, "-m", "pipelines.cli", "plan", "small"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        words, cwd=flow_file().parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

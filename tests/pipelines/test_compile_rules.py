@@ -129,6 +129,22 @@ def test_a_group_of_one_is_a_warning(flow_file: Write) -> None:
     assert "every advantage is 0" in warning
 
 
+def test_a_seldom_measured_score_is_a_warning(flow_file: Write) -> None:
+    (warning,) = compiled(flow_file(("{stage: score, every: 2, samples", "{stage: score, samples"))).warnings
+    assert warning == "eval_score: runs in every iteration, but all it reads comes from 'eval' (every 2)"
+
+
+def test_a_carry_that_nobody_reads_is_a_warning(flow_file: Write) -> None:
+    more = (
+        "policy: {start: model, next: update.policy}\n        spare: {start: encode.embeddings, next: again.embeddings}"
+    )
+    file = flow_file(
+        ("policy: {start: model, next: update.policy}", more),
+        (ONCE, f"{ONCE}\n        again: {{stage: encode, prompts: prompts.chosen}}"),
+    )
+    assert compiled(file).warnings == ("nothing in the loop reads carry.spare",)
+
+
 SECOND = f"""{ONCE}
         second:
           stage: update
