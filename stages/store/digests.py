@@ -1,0 +1,62 @@
+"""Digest of Arrow columns by content: equal names, types and values give equal digests, whatever the buffers."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.artifacts import Shard
+
+
+def table_digest(schema: pa.Schema, shards: tuple[Shard, ...]) -> str:
+    """SHA-256 over names, types and the shards' digests in order."""
+    digest = hashlib.sha256()
+    _add_fields(digest, schema)
+    for shard in shards:
+        digest.update(f"{shard.rows}:{shard.digest};".encode())
+    return digest.hexdigest()
+
+
+def columns_digest(table: pa.Table) -> str:
+    """SHA-256 over names, types and values. Offsets, slices, chunks and what lies under a null do not count."""
+    digest = hashlib.sha256()
+    _add_fields(digest, table.schema)
+    for column in table.columns:
+        whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        _add(digest, whole)
+    return digest.hexdigest()
+
+
+def _add_fields(digest: Any, schema: pa.Schema) -> None:
+    for field in schema:
+        shape = (field.metadata or {}).get(b"shape", b"").decode()
+        digest.update(f"{field.name!r}:{field.type}:{shape};".encode())
+
+
+def _add(digest: Any, array: pa.Array) -> None:
+    digest.update(f"[{len(array)},{array.null_count}]".encode())
+    if array.null_count:
+        digest.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)))
+    kind = array.type
+    if pa.types.is_struct(kind):
+        for child in array.flatten():
+            _add(digest, child)
+    elif pa.types.is_fixed_size_list(kind):
+        _add(digest, array.flatten())
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        _add(digest, pc.fill_null(pc.list_value_length(array), 0))
+        _add(digest, array.flatten())
+    elif pa.types.is_primitive(kind):
+        _add_numbers(digest, array)
+    else:  # strings and bytes
+        digest.update(pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False).astype("<i8"))
+        for value in array:
+            digest.update(value.as_py() if pa.types.is_binary(kind) else (value.as_py() or "").encode())
+
+
+def _add_numbers(digest: Any, array: pa.Array) -> None:
+    if array.null_count:
+        array = pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
+    digest.update(np.ascontiguousarray(array.to_numpy(zero_copy_only=False)))

@@ -1,0 +1,28 @@
+"""A file is written whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """A temporary path to write to; it becomes `path` when the block ends without an error."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
