@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
+    StableDiffusion3Pipeline,
+    calculate_shift,
+)
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from schemas.assets import is_hub_id
@@ -43,7 +48,7 @@ class Sd3:
         self.config, self.source = config, source
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self._configs: dict[str, dict[str, Any]] = {}
-        self._vae: AutoencoderKL | None = None
+        self._vae: Any = None
         if Path(source).exists() or not is_hub_id(source):
             _check_folder(Path(source))
 
@@ -136,7 +141,7 @@ class Sd3:
             return_dict=False,
         )[0].float()
 
-    def _encode_one(self, pipeline: StableDiffusion3Pipeline, prompt: str, device: torch.device) -> dict[str, Tensor]:
+    def _encode_one(self, pipeline: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad():
             embeds, _, pooled, _ = pipeline.encode_prompt(
                 prompt=[prompt],
@@ -156,7 +161,7 @@ class Sd3:
         shell = SD3Transformer2DModel.from_config(config)
         return self._load(StableDiffusion3Pipeline, None, transformer=shell, vae=None, dtype=self._dtype, **absent)
 
-    def _autoencoder(self, device: torch.device) -> AutoencoderKL:
+    def _autoencoder(self, device: torch.device) -> Any:
         if self._vae is None:
             self._vae = self._load(AutoencoderKL, "vae", dtype=torch.float32).requires_grad_(False).eval()
         return self._vae.to(device)

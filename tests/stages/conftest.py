@@ -2,10 +2,14 @@
 
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     CLIPTextConfig,
@@ -50,7 +54,7 @@ def _clip() -> CLIPTextModelWithProjection:
 
 
 def _t5() -> T5EncoderModel:
-    config = T5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     return T5EncoderModel(config).eval()
 
 
@@ -73,10 +77,14 @@ def _transformer() -> SD3Transformer2DModel:
 
 
 def _vae() -> AutoencoderKL:
+    # Typed by diffusers as if there were one block.
+    blocks: dict[str, Any] = {
+        "block_out_channels": (4, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }
     return AutoencoderKL(
-        block_out_channels=(4, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        **blocks,
         layers_per_block=1,
         latent_channels=4,
         norm_num_groups=2,
@@ -88,7 +96,7 @@ def _vae() -> AutoencoderKL:
     ).eval()
 
 
-def _pipeline(t5: bool, **scheduler: object) -> StableDiffusion3Pipeline:
+def _pipeline(t5: bool, **scheduler: Any) -> StableDiffusion3Pipeline:
     torch.manual_seed(0)
     return StableDiffusion3Pipeline(
         transformer=_transformer(),
