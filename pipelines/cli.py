@@ -36,6 +36,10 @@ _SET = """\
 set a field of the flow, again and again if you like. PATH begins at a node (sample.per_prompt), at a field of the
 loop (times) or of the flow (seed, resources.processes); VALUE is YAML
 """
+_CHANGE = """\
+when a finished stage was made by another recipe than the one wanted now: stop and show the difference (default),
+rerun it (its old outputs move aside), or keep it
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -77,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default")
     run.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)")
     run.add_argument("--plain", action="store_true", help="without Prefect: no task states and no UI, the same results")
+    run.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
     for command in (listing, plan, run):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
@@ -114,11 +119,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plain:
         from pipelines.run import run_plan
 
-        run_plan(plan, arguments.runs / run_name)
+        run_plan(plan, arguments.runs / run_name, on_change=arguments.on_change)
     else:
         from pipelines.flows import run_flow
 
-        run_flow(plan, run_name, arguments.runs, arguments.set)
+        run_flow(plan, run_name, arguments.runs, arguments.set, on_change=arguments.on_change)
     return 0
 
 
