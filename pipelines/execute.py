@@ -1,0 +1,183 @@
+"""One stage run, from the wanted payload to the committed record."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pipelines.decide import OnChange, decide, defaults_of, payload
+from pipelines.digests import AssetDigests
+from pipelines.facts import volatile
+from pipelines.launch import Launcher
+from pipelines.plan import FromNode, PlanNode
+from pipelines.progress import Lines
+from pipelines.rundir import Address, StageDirectory, write_request
+from pipelines.unroll import Resolved, Unrolled
+from schemas.fingerprint import fingerprint
+from schemas.record import StageRecord, StageRequest
+
+State = Literal["done", "reused", "skipped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage run ended, and its metrics."""
+
+    state: State
+    address: Address
+    metrics: dict[str, float]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs stages of one plan into one run directory."""
+
+    world: Unrolled
+    launcher: Launcher
+    digests: AssetDigests
+    lines: Lines
+    on_change: OnChange
+
+    def run(self, node: PlanNode, iteration: int | None) -> Outcome:
+        """Reuses, skips or computes a stage whose inputs are committed."""
+        address = Address(node.section, node.name, iteration)
+        directory = self.world.run.stage(address)
+        why = self._unwanted(node, iteration)
+        resolved = Resolved(missing=why) if why else self.world.resolve(node, iteration)
+        if resolved.missing:
+            return self._skip(node, address, directory, resolved.missing)
+        seed = self.world.plan.seed
+        wanted = payload(node, resolved.identity, seed, iteration, self.digests)
+        record = directory.record()
+        if record is not None and record.status == "done" and self._stands(node, address, record, wanted, resolved):
+            self.lines.reused(address)
+            return Outcome("reused", address, record.outputs.get("metrics", {}))
+        if record is not None:
+            directory.move_aside()
+        return self._compute(node, address, directory, wanted, resolved)
+
+    def _unwanted(self, node: PlanNode, iteration: int | None) -> str:
+        """Why `when` skips the node; empty when it does not."""
+        if node.when is None:
+            return ""
+        source = self.world.address(node.when.node, iteration)
+        value = self.world.metric(source, node.when.output)
+        if value is None:
+            return f"{source.label} was skipped"
+        return f"{node.when.output} of {source.label} is 0" if value == 0 else ""
+
+    def _stands(
+        self, node: PlanNode, address: Address, record: StageRecord, wanted: dict[str, Any], resolved: Resolved
+    ) -> bool:
+        decision = decide(
+            record,
+            wanted,
+            defaults_of(node),
+            self.on_change,
+            address.label,
+            lambda name: self._follows(node, name, record, resolved),
+        )
+        if decision.note:
+            self.lines.note(f"{address.label}: {decision.note}")
+        return decision.action == "reuse"
+
+    def _follows(self, node: PlanNode, name: str, record: StageRecord, resolved: Resolved) -> bool:
+        """A longer loop gives `after` other inputs, and readers of an `every` stage that ran only as the last one."""
+        if node.section == "after":
+            return True
+        edge = node.inputs.get(name)
+        if not isinstance(edge, FromNode) or self.world.plan.nodes[edge.node].every is None:
+            return False
+        old, new = str(record.sources.get(name, "")), str(resolved.sources.get(name, ""))
+        return old != new and old.partition("/")[2] == new.partition("/")[2]
+
+    def _skip(self, node: PlanNode, address: Address, directory: StageDirectory, why: str) -> Outcome:
+        wanted = {"stage": node.stage, "version": node.contract.version, "skipped": True}
+        record = directory.record()
+        if record is not None and record.status == "skipped":
+            self.lines.reused(address)
+            return Outcome("reused", address, {}, record.why)
+        if record is not None:
+            # Made when it was still wanted: like any other result of another recipe.
+            decision = decide(record, wanted, {}, self.on_change, address.label, lambda _: node.section == "after")
+            if decision.action == "reuse":
+                return Outcome("reused", address, {})
+            directory.move_aside()
+        directory.open_partial({"skipped": True})
+        skipped = self._record(node, address, wanted, Resolved(older=why), {}, _Clock())
+        directory.commit(skipped.model_copy(update={"status": "skipped"}), node.contract)
+        self.lines.skipped(address, why)
+        return Outcome("skipped", address, {}, why)
+
+    def _compute(
+        self,
+        node: PlanNode,
+        address: Address,
+        directory: StageDirectory,
+        wanted: dict[str, Any],
+        resolved: Resolved,
+    ) -> Outcome:
+        resources = self.world.plan.resources
+        micro_batch = resources.micro_batch_of(node.name, node.stage)
+        # Shards of a stopped run are good only when the same rows would be cut in the same way.
+        cut = {
+            "fingerprint": fingerprint(wanted),
+            "micro_batch": micro_batch,
+            "shard_micro_batches": resources.shard_micro_batches,
+        }
+        partial = directory.open_partial(cut)
+        request = StageRequest(
+            stage=node.stage,
+            node=node.name,
+            config=node.config.model_dump(mode="json"),
+            inputs=resolved.request,
+            directory=str(partial.resolve()),
+            seed=self.world.plan.seed,
+            iteration=address.iteration,
+            resources=resources,
+            python_path=self.world.plan.python_path,
+        )
+        write_request(partial, request)
+        clock = _Clock()
+        outputs = self.launcher.run(request, self.lines.ticker(address))
+        record = self._record(node, address, wanted, resolved, outputs, clock)
+        directory.commit(record, node.contract)
+        metrics = outputs.get("metrics", {})
+        self.lines.done(address, record.volatile.seconds, metrics)
+        return Outcome("done", address, metrics)
+
+    def _record(
+        self,
+        node: PlanNode,
+        address: Address,
+        wanted: dict[str, Any],
+        resolved: Resolved,
+        outputs: dict[str, Any],
+        clock: "_Clock",
+    ) -> StageRecord:
+        resources = self.world.plan.resources
+        ranks = resources.processes if node.contract.distributed else 1
+        return StageRecord(
+            node=node.name,
+            stage=node.stage,
+            iteration=address.iteration,
+            status="done",
+            why=resolved.older,
+            payload=wanted,
+            fingerprint=fingerprint(wanted),
+            sources=resolved.sources,
+            outputs=outputs,
+            volatile=volatile(clock.started, clock.seconds(), resources, ranks),
+        )
+
+
+class _Clock:
+    """When something began and how long it took."""
+
+    def __init__(self) -> None:
+        self.started = datetime.now(UTC).isoformat("T", "seconds")
+        self._begun = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun

@@ -1,0 +1,176 @@
+"""Runs a plan, without Prefect: `before`, the loop one iteration at a time, `after`; branches side by side."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from pipelines.decide import OnChange
+from pipelines.describe import as_json
+from pipelines.digests import AssetDigests
+from pipelines.execute import Executor, Outcome
+from pipelines.guards import Guards, sentence
+from pipelines.launch import Launcher, launcher
+from pipelines.lock import locked
+from pipelines.plan import FromNode, Plan, PlanNode
+from pipelines.progress import Lines
+from pipelines.report import Report, as_lines, report
+from pipelines.rundir import Address, RunDirectory
+from pipelines.unroll import Unrolled
+from schemas.errors import Collapsed, UserError
+
+BRANCHES = 8  # stages at work at once; those of one group of workers take turns
+say_aloud = partial(print, flush=True)
+
+
+class Caller(Protocol):
+    """Calls a stage run in another thread. Prefect comes in here: it makes each call a task."""
+
+    def submit(self, address: Address, upstream: Sequence[Address], work: Callable[[], Outcome]) -> "Future[Outcome]":
+        """Starts `work`, all of whose inputs are there."""
+        ...
+
+
+class ThreadCaller:
+    """Plain threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+
+    def submit(self, address: Address, upstream: Sequence[Address], work: Callable[[], Outcome]) -> "Future[Outcome]":
+        """Starts `work` in a thread of the pool."""
+        return self._pool.submit(work)
+
+
+def run_plan(
+    plan: Plan, directory: Path, *, say: Callable[[str], None] = say_aloud, on_change: OnChange = "stop"
+) -> Path:
+    """Runs or goes on with the run in `directory`, and tells what came of it."""
+    pool = ThreadPoolExecutor(BRANCHES, thread_name_prefix="stage")
+    try:
+        begin = partial(launcher, plan.resources, directory / "logs", plan.resources.retries)
+        run_in(plan, directory, ThreadCaller(pool), begin, say=say, on_change=on_change)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return directory
+
+
+def run_in(
+    plan: Plan,
+    directory: Path,
+    caller: Caller,
+    begin: Callable[[], Launcher],
+    *,
+    say: Callable[[str], None],
+    on_change: OnChange,
+) -> Report:
+    """The same with a caller and a launcher of one's own. Holds the run's lock and ends the launcher."""
+    begun = time.monotonic()
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory, say):
+        run = RunDirectory(directory)
+        digests = _opened(run, plan)
+        lines, world = Lines(say), Unrolled(plan, run)
+        workers = begin()
+        try:
+            executor = Executor(world, workers, digests, lines, on_change)
+            world = Runner(executor, caller).run()
+        finally:
+            workers.close()
+            lines.flush()
+    result = report(world)
+    for line in as_lines(result):
+        say(line)
+    say(f"run {directory} is complete ({time.monotonic() - begun:.0f} s)")
+    return result
+
+
+def _opened(run: RunDirectory, plan: Plan) -> AssetDigests:
+    """run.json brought up to date."""
+    facts = run.read()
+    if facts and facts.get("flow") != plan.flow:
+        raise UserError(
+            f"the run {run.path} is of the flow {facts.get('flow')!r}, not {plan.flow!r}; choose another name with --as"
+        )
+    known = dict(facts.get("assets", {}))
+    now = {
+        "format": 1,
+        "flow": plan.flow,
+        "seed": plan.seed,
+        "created": facts.get("created", datetime.now(UTC).isoformat("T", "seconds")),
+        "plan": json.loads(as_json(plan)),
+        "assets": known,
+    }
+    if now != facts:
+        run.write(now)
+    return AssetDigests(known, changed=lambda: run.write(now))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Walks over the plan. Keeps nothing of past iterations: the run directory does."""
+
+    executor: Executor
+    caller: Caller
+
+    def run(self) -> Unrolled:
+        """All sections; gives the world with the loop's end in it."""
+        world = self.executor.world
+        self._section(world.plan.section("before"), None)
+        world = world.after(self._loop(world))
+        last = replace(self, executor=replace(self.executor, world=world))
+        last._section(world.plan.section("after"), None)
+        return world
+
+    def _loop(self, world: Unrolled) -> int:
+        """Runs the body; gives the number of iterations that count."""
+        guards = Guards(world)
+        for iteration in range(world.plan.times):
+            self._section([n for n in world.plan.section("body") if world.due(n, iteration)], iteration)
+            decision = guards.decision(iteration)
+            if decision is None:
+                continue
+            text = sentence(decision, world.plan.guards[decision.guard].guard.falls)
+            if decision.action == "fail":
+                raise Collapsed(f"{text}; earlier policies are kept in {world.run.path}")
+            self.executor.lines.note(f"{text}; leaving the loop")
+            return iteration + 1
+        return world.plan.times
+
+    def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> None:
+        """Every node as soon as its inputs are there. After a failure what runs may end, and nothing new starts."""
+        waiting = {node.name: node for node in nodes}
+        running: dict[Future[Outcome], str] = {}
+        failure: BaseException | None = None
+        while waiting or running:
+            if failure is None:
+                busy = waiting.keys() | set(running.values())
+                for node in [n for n in waiting.values() if not _reads(n) & busy]:
+                    del waiting[node.name]
+                    running[self._submit(node, iteration)] = node.name
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(future)
+                error = future.exception()
+                if error is not None and failure is None:
+                    failure = error
+                    if running:
+                        self.executor.lines.note(f"{name} failed; {', '.join(running.values())} may finish")
+            if failure is not None and not running:
+                raise failure
+
+    def _submit(self, node: PlanNode, iteration: int | None) -> "Future[Outcome]":
+        world = self.executor.world
+        upstream = [world.address(name, iteration) for name in sorted(_reads(node))]
+        address = Address(node.section, node.name, iteration)
+        return self.caller.submit(address, upstream, partial(self.executor.run, node, iteration))
+
+
+def _reads(node: PlanNode) -> set[str]:
+    """Nodes that a node reads directly."""
+    edges = [*node.edges(), *([node.when] if node.when else [])]
+    return {edge.node for edge in edges if isinstance(edge, FromNode)}

@@ -1,0 +1,239 @@
+"""The run directory: the only truth about a run.
+
+    runs/RUN/run.json                    flow, seed, plan, digests of model folders and prompt files
+    runs/RUN/{before,0000,0001,...,after}/NODE/   request.json, outputs, record.json
+    runs/RUN/logs/                       what workers printed
+
+A stage's directory is complete or not there: a stage works in ``NODE.partial``, which becomes ``NODE`` by one rename.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from pipelines.plan import Section
+from schemas.artifacts import Ref
+from schemas.contracts import Contract, StageOutputs
+from schemas.errors import InputError, RunError
+from schemas.record import StageRecord, StageRequest
+
+RECORD, REQUEST, CUT = "record.json", "request.json", "cut.json"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a stage run lies in the run directory: `0003/sample`, `before/encode`."""
+
+    section: Section
+    node: str
+    iteration: int | None = None
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder above the node's."""
+        return self.section if self.iteration is None else f"{self.iteration:04d}"
+
+    @property
+    def path(self) -> str:
+        """Relative to the run directory."""
+        return f"{self.folder}/{self.node}"
+
+    @property
+    def label(self) -> str:
+        """For people: `sample[3]`, `encode`."""
+        return self.node if self.iteration is None else f"{self.node}[{self.iteration}]"
+
+
+@dataclass(frozen=True)
+class StageDirectory:
+    """One stage run on disk."""
+
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        """Where the stage works until it is committed."""
+        return self.path.with_name(self.path.name + ".partial")
+
+    def record(self) -> StageRecord | None:
+        """The committed record, or none."""
+        file = self.path / RECORD
+        if not file.is_file():
+            return None
+        try:
+            return StageRecord.model_validate_json(file.read_bytes())
+        except ValidationError as error:
+            raise InputError(
+                f"the record {file} cannot be read ({error.error_count()} errors, first at "
+                f"{'.'.join(map(str, error.errors()[0]['loc'])) or 'the top'}); "
+                f"move {self.path} away and run again to make the stage anew"
+            ) from error
+
+    def move_aside(self) -> Path | None:
+        """Renames a committed result to ``NODE.stale-N``; gives its new place."""
+        return _moved_aside(self.path, self.path)
+
+    def open_partial(self, cut: Mapping[str, Any]) -> Path:
+        """The working folder. Shards left by a stopped run are kept when they were cut from the same `cut`."""
+        text = json.dumps(cut, sort_keys=True)
+        mark = self.partial / CUT
+        if self.partial.exists() and not (mark.is_file() and mark.read_text() == text):
+            _moved_aside(self.partial, self.path)
+        if not self.partial.exists():
+            self.partial.mkdir(parents=True)
+            write_text(mark, text)
+        return self.partial
+
+    def commit(self, record: StageRecord, contract: Contract) -> None:
+        """Checks the outputs, writes the record last, and makes the working folder the stage's by one rename."""
+        if record.status == "done":
+            _checked(record, contract, self.partial)
+        (self.partial / CUT).unlink(missing_ok=True)
+        _sync_tree(self.partial)
+        write_text(self.partial / RECORD, record.model_dump_json(indent=2) + "\n")
+        if self.path.exists():  # a folder without a record is no result
+            _moved_aside(self.path, self.path)
+        os.replace(self.partial, self.path)
+        _sync(self.path.parent)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run."""
+
+    path: Path
+
+    def stage(self, address: Address) -> StageDirectory:
+        """The directory of a stage run."""
+        return StageDirectory(self.path / address.path)
+
+    def iteration(self, iteration: int) -> Path:
+        """The folder of an iteration."""
+        return self.path / f"{iteration:04d}"
+
+    @property
+    def logs(self) -> Path:
+        """Where workers' output goes."""
+        return self.path / "logs"
+
+    def read(self) -> dict[str, Any]:
+        """run.json, or nothing when the run is new."""
+        file = self.path / "run.json"
+        if not file.is_file():
+            return {}
+        try:
+            return json.loads(file.read_bytes())
+        except ValueError as error:
+            raise InputError(
+                f"{file} cannot be read ({error}); move it away and run again to have it rebuilt"
+            ) from error
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Replaces run.json."""
+        write_text(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+
+
+def located(value: Any, directory: Path) -> Any:
+    """Outputs with every Ref's path made absolute; the JSON that a request carries."""
+    if isinstance(value, Ref):
+        return value.under(directory).model_dump(mode="json")
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: located(item, directory) for key, item in value.items()}
+    return value
+
+
+def refs(value: Any) -> list[Ref]:
+    """All Refs in outputs, also in optional and mapping fields."""
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, BaseModel):
+        return [ref for _, item in value for ref in refs(item)]
+    if isinstance(value, Mapping):
+        return [ref for item in value.values() for ref in refs(item)]
+    return []
+
+
+def outputs_of(record: StageRecord, contract: Contract, directory: Path) -> StageOutputs:
+    """The typed outputs of a record."""
+    try:
+        return contract.outputs.model_validate(record.outputs)
+    except ValidationError as error:
+        message = f"the outputs recorded in {directory / RECORD} do not fit stage {record.stage!r}: {_first(error)}"
+        raise InputError(f"{message}; move {directory} away and run again to make the stage anew") from error
+
+
+def write_request(directory: Path, request: StageRequest) -> None:
+    """Leaves the order beside the outputs: ``python -m stages request.json`` runs it alone."""
+    write_text(directory / REQUEST, request.model_dump_json(indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file so that a reader sees the old one or the new one, also after a power cut."""
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _checked(record: StageRecord, contract: Contract, directory: Path) -> None:
+    try:
+        outputs = contract.outputs.model_validate(record.outputs)
+    except ValidationError as error:
+        raise RunError(f"stage {record.stage!r} gave outputs that do not fit its contract: {_first(error)}") from error
+    for ref in refs(outputs):
+        inside = not Path(ref.path).is_absolute() and ".." not in Path(ref.path).parts
+        if not inside or not (directory / ref.path).exists():
+            raise RunError(f"stage {record.stage!r} names an output {ref.path!r} that is not in its directory")
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _moved_aside(path: Path, named: Path) -> Path | None:
+    if not path.exists():
+        return None
+    number = 1
+    while (target := named.with_name(f"{named.name}.stale-{number}")).exists():
+        number += 1
+    os.replace(path, target)
+    _sync(target.parent)
+    return target
+
+
+def move_file_aside(path: Path) -> Path | None:
+    """The same for one file of the run."""
+    return _moved_aside(path, path)
+
+
+def discard_partial(stage: StageDirectory) -> None:
+    """Removes what a skipped stage had begun; only for a stage that is committed."""
+    if stage.record() is not None and stage.partial.exists():
+        shutil.rmtree(stage.partial)
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
