@@ -46,14 +46,14 @@ def _add(digest: Any, array: pa.Array) -> None:
     elif pa.types.is_fixed_size_list(kind):
         _add(digest, array.flatten())
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        _add(digest, pc.fill_null(pc.list_value_length(array), 0))
+        _add(digest, pc.fill_null(pc.call_function("list_value_length", [array]), 0))
         _add(digest, array.flatten())
     elif pa.types.is_primitive(kind):
         _add_numbers(digest, array)
     else:  # strings and bytes
-        digest.update(pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False).astype("<i8"))
+        _add(digest, pc.fill_null(pc.call_function("binary_length", [array]), 0))
         for value in array:
-            digest.update(value.as_py() if pa.types.is_binary(kind) else (value.as_py() or "").encode())
+            digest.update(value.as_buffer() or b"")
 
 
 def _add_numbers(digest: Any, array: pa.Array) -> None:

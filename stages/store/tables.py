@@ -42,9 +42,8 @@ class TableWriter:
         ones (their ``NAME_shape`` column follows from it), lists or arrays for the others. CPU tensors will do.
         """
         table = pa.table([_column(field, columns, self.schema) for field in self.schema], schema=self.schema)
-        with written(self._file(index)) as temporary, pa.OSFile(str(temporary), "wb") as sink:
-            with pa.ipc.new_stream(sink, self.schema) as stream:
-                stream.write_table(table)
+        with written(self._file(index)) as temporary:
+            _write_stream(temporary, table)
         sidecar = {"rows": table.num_rows, "digest": columns_digest(table)}
         with written(self._sidecar(index)) as temporary:
             temporary.write_text(json.dumps(sidecar))
@@ -145,6 +144,11 @@ def _chunk_of(row: int, starts: np.ndarray) -> int:
 
 def _numbers(array: pa.Array) -> np.ndarray:
     return array.to_numpy(zero_copy_only=True)
+
+
+def _write_stream(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
 
 
 def _open(folder: Path, shard: Shard) -> pa.Table:
