@@ -1,5 +1,6 @@
 """Losses and what each needs from the stages before it, so that a plan is checked without torch."""
 
+import math
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -128,6 +129,13 @@ class LearningRate(Strict):
     end: float = Field(default=0.0, ge=0, description="Rate at `over` iterations and after; unused when constant.")
     over: int = Field(default=1, ge=1, description="Iterations from start to end.")
     warm_up: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up over the whole run.")
+
+    def at(self, iteration: int, update: int) -> float:
+        """The rate in `iteration` (from 0) at optimizer step `update` of the whole run (from 1)."""
+        done = min(iteration / (self.over - 1), 1.0) if self.kind != "constant" else 0.0
+        share = (1 - math.cos(math.pi * done)) / 2 if self.kind == "cosine" else done
+        rate = self.start + (self.end - self.start) * share
+        return rate * min(1.0, update / self.warm_up) if self.warm_up else rate
 
     @model_validator(mode="after")
     def _falls(self) -> "LearningRate":

@@ -67,7 +67,7 @@ def weighted_sum(ref: RewardsTable, place: str) -> Floats:
 def advantages(rewards: Floats, prompts: list[str], config: AdvantageConfig) -> Advantages:
     """A = (r - mean of its group) / (std + 1e-4), clamped; std with ddof 0.
 
-    std is the group's, that of the whole batch about its mean, or 1. A group whose std is at most `flat` gets exactly 0;
+    std is the group's, that of the whole batch about its mean, or 1. A group whose std is at most `flat` gets 0;
     NaN rewards leave the statistics, and so does a group with fewer than two scored samples, unless it is one whole
     sample: a group of one gets 0.
     """

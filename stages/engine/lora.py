@@ -1,0 +1,43 @@
+"""Which weights are trained: LoRA through PEFT, or all of them. Trainable weights are float32, always."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from peft import LoraConfig as PeftLora
+from torch import nn
+
+from schemas.models import LoraConfig
+from schemas.seeds import seed_of
+
+ADAPTER = "default"
+
+
+def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftLora:
+    """PEFT's own config for ours."""
+    return PeftLora(r=config.rank, lora_alpha=config.scale_alpha, target_modules=list(config.targets or targets))  # type: ignore[arg-type]
+
+
+def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequence[str]) -> None:
+    """Adds adapters before sharding, or opens all weights for training.
+
+    lora_A is drawn from its name, not from a global generator, so that every rank and every start has the same; lora_B
+    is 0: the adapted model equals the base.
+    """
+    if config is None:
+        module.float().requires_grad_(True)
+        return
+    module.add_adapter(peft_config(config, targets), ADAPTER)  # type: ignore[operator]
+    for name, parameter in module.named_parameters():
+        if f".lora_A.{ADAPTER}." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform(a=sqrt(5)), as in PEFT
+            generator = torch.Generator().manual_seed(seed_of("lora", name))
+            drawn = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
+            parameter.data = drawn.to(parameter.device)
+        elif f".lora_B.{ADAPTER}." in name:
+            parameter.data = torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def zero_in_base(name: str) -> bool:
+    """Whether a trainable tensor is 0 in the base model: lora_B, which switches its adapter off exactly."""
+    return f".lora_B.{ADAPTER}." in name

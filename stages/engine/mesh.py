@@ -1,0 +1,56 @@
+"""The process group and the device mesh. One rank is a group too, so that the code is the same at any world size."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def join(device: str, timeout: float = 3600.0) -> None:
+    """Joins the process group once a process: that of RANK and WORLD_SIZE, or one of its own.
+
+    gloo on the CPU, NCCL on CUDA; `device` as in "cpu" or "cuda:0".
+    """
+    if dist.is_initialized():
+        return
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend, limit = ("cpu:gloo,cuda:nccl" if cuda else "gloo"), timedelta(seconds=timeout)
+    if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
+
+
+def mesh(device: str) -> DeviceMesh:
+    """All ranks in one dimension."""
+    join(device)
+    return init_device_mesh("cuda" if device.startswith("cuda") else "cpu", (dist.get_world_size(),))
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def total(values: Tensor, largest: bool = False) -> Tensor:
+    """Sum (or maximum) over ranks, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return values
+
+
+def from_first(text: str) -> str:
+    """Rank 0's text (at most 256 bytes of ASCII) on every rank, as numbers: nothing is pickled."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    data = torch.zeros(256, dtype=torch.int64)
+    data[: len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
+    dist.broadcast(data, 0)
+    return "".join(chr(c) for c in data.tolist() if c)

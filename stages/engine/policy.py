@@ -1,0 +1,97 @@
+"""The engine of one model: built once, kept warm, and told which policy to hold."""
+
+import torch
+from torch import Tensor, nn
+
+from schemas.artifacts import PipelineRef, PolicyRef
+from schemas.errors import InputError
+from schemas.losses import OptimizerConfig, WeightSet
+from schemas.models import ModelConfig
+from stages.context import StageContext
+from stages.engine import checkpoint
+from stages.engine.lora import make_trainable
+from stages.engine.mesh import mesh
+from stages.engine.optim import Optimizer
+from stages.engine.shard import shard
+from stages.engine.weights import Weights
+from stages.models import Adapter, Conditioning, adapter
+
+BASE = ""  # the digest of no policy
+
+
+class Engine:
+    """A sharded transformer and the policy in it. `digest` is None while memory holds what no checkpoint holds."""
+
+    def __init__(self, config: ModelConfig, pipeline: PipelineRef | None, device: str) -> None:
+        self.config, self.device = config, torch.device(device)
+        self.adapter: Adapter = adapter(config, pipeline)
+        module = self.adapter.transformer()
+        make_trainable(module, config.lora, self.adapter.lora_targets)
+        module.to(self.device)
+        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        shard(module, self.adapter.blocks(module), mesh(device), compute)
+        self.module: nn.Module = module.eval()
+        self.weights = Weights(module)
+        self.optimizer: Optimizer | None = None
+        self.digest: str | None = BASE
+        self.updates = 0
+
+    def load(self, policy: PolicyRef | None) -> None:
+        """Holds this policy's raw, old and ema weights; nothing is read when memory holds it already."""
+        wanted = BASE if policy is None else policy.digest
+        if self.digest == wanted:
+            return
+        self.digest, self.optimizer, self.weights.sets = None, None, {}
+        if policy is None:
+            self.weights.put(self.weights.start)
+            self.updates = 0
+        else:
+            self._check(policy)
+            self.weights.put(checkpoint.load_set(policy, "raw", self.weights))
+            others: list[WeightSet] = [name for name in policy.sets if name != "raw"]
+            self.weights.sets = {name: checkpoint.load_set(policy, name, self.weights) for name in others}
+            self.updates = policy.updates
+        self.digest = wanted
+
+    def choose(self, name: str) -> str:
+        """The set to compute with: all sets of the base are the base; a policy must have the set."""
+        if name in ("raw", "base") or name in self.weights.sets:
+            return name
+        if self.digest == BASE:
+            return "raw"
+        have = ", ".join(["raw", *sorted(self.weights.sets)])
+        raise InputError(f"the policy has no {name!r} weights, only {have}; configure them in the update stage")
+
+    def prepare_optimizer(self, config: OptimizerConfig, policy: PolicyRef | None) -> Optimizer:
+        """The optimizer with the policy's moments; warm when it is the one that made the policy."""
+        if self.optimizer is None or self.optimizer.config != config:
+            optimizer = Optimizer(self.weights, config, self.updates)
+            if policy is not None:
+                optimizer.restore(checkpoint.load_moments(policy, self.weights))
+            self.optimizer = optimizer
+        return self.optimizer
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, given: Conditioning, guidance_scale: float) -> Tensor:
+        """Guided velocity under the weights in use, float32, shaped as `latents`."""
+        return self.adapter.velocity(self.module, latents, timesteps, given, guidance_scale)
+
+    def _check(self, policy: PolicyRef) -> None:
+        trainable = "full" if self.config.lora is None else "lora"
+        if policy.trainable != trainable:
+            raise InputError(
+                f"the policy {policy.path} holds {policy.trainable} weights, but the model is set to {trainable}: "
+                f"{'remove' if trainable == 'lora' else 'add'} `model.lora`"
+            )
+
+
+def resident(ctx: StageContext, config: ModelConfig, pipeline: PipelineRef | None) -> Engine:
+    """The engine of this process for this model, made anew when the model is another."""
+    key = (config.model_dump_json(), None if pipeline is None else pipeline.digest)
+    held = ctx.residents.get("engine")
+    if isinstance(held, tuple) and held[0] == key:
+        return held[1]
+    ctx.residents.pop("engine", None)
+    del held
+    engine = Engine(config, pipeline, ctx.device)
+    ctx.residents["engine"] = (key, engine)
+    return engine
