@@ -45,7 +45,4 @@ def run(config: EncodeConfig, inputs: EncodeInputs, ctx: StageContext) -> Encode
 def _columns(names: Sequence[str], ids: Sequence[str], rows: Sequence[dict[str, Tensor]]) -> dict[str, object]:
     # No prompt has an empty id, so the negative row is the one that has.
     columns: dict[str, object] = {"prompt_id": ids, "role": ["prompt" if i else "negative" for i in ids]}
-    for name in names:
-        columns[name] = [row[name].flatten().numpy() for row in rows]
-        columns[f"{name}_shape"] = [list(row[name].shape) for row in rows]
-    return columns
+    return columns | {name: [row[name].numpy() for row in rows] for name in names}

@@ -1,5 +1,6 @@
 """Stage `score`: scores pictures, one shard of rewards for each shard of samples. Loads torch only if a reward does."""
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -25,9 +26,11 @@ def run(config: ScoreConfig, inputs: ScoreInputs, ctx: StageContext) -> ScoreOut
     writer = TableWriter(ctx.directory, "rewards", rewards_schema(tuple(config.rewards)))
     num_shards = len(inputs.samples.shards)
     finished = writer.finished()
-    for k in range(num_shards):
+    samples, start = tables.read(inputs.samples), 0
+    for k, shard in enumerate(inputs.samples.shards):
         if k not in finished:
-            writer.write(k, _scored(config.rewards, tables.read_shard(inputs.samples, k), ctx))
+            writer.write(k, _scored(config.rewards, samples.slice(start, shard.rows), ctx))
+        start += shard.rows
         ctx.progress(k + 1, num_shards, "shards")
     weights = {name: one.weight for name, one in config.rewards.items()}
     ref = writer.ref(RewardsTable, num_shards, weights=weights)
@@ -62,7 +65,10 @@ def _groups(table: pa.Table, name: str) -> dict[str, NDArray[np.float64]]:
 
 def _scored(rewards: Mapping[str, RewardConfig], samples: pa.Table, ctx: StageContext) -> dict[str, object]:
     pictures = [images.pixels(value) for value in samples.column("image").to_pylist()]
-    prompts, metadata = samples.column("prompt").to_pylist(), tables.metadata_of(samples)
+    prompts, metadata = (
+        samples.column("prompt").to_pylist(),
+        [json.loads(m or "{}") for m in samples.column("metadata").to_pylist()],
+    )
     ids = samples.column("sample_id").to_pylist()
     columns: dict[str, object] = {"sample_id": ids, "prompt_id": samples.column("prompt_id").to_pylist()}
     for name, config in rewards.items():
