@@ -23,6 +23,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
+from prefect.runtime import task_run
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 from prefect.states import Completed
@@ -47,6 +48,7 @@ def run_flow(
 ) -> Path:
     """Runs a plan as a Prefect flow run called `run_name`; errors come out as they were raised."""
     if not PREFECT_API_URL.value() and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+        say_aloud("starting Prefect (about 10 s; --plain runs without it, PREFECT_API_URL names a running server)")
         _begin_server()
     directory = runs_dir / run_name
 
@@ -90,7 +92,7 @@ def _flow(
 
         # A lost worker is tried again by Prefect, which shows it; the launcher itself tries once.
         begin = partial(launcher, plan.resources, directory / "logs", 0)
-        result = run_in(plan, directory, TaskCaller(plan), begin, say=say, on_change=on_change)
+        result = run_in(plan, directory, TaskCaller(plan, say), begin, say=say, on_change=on_change)
         _show(plan, directory, result)
         return str(directory)
 
@@ -104,8 +106,9 @@ def _flow(
 class TaskCaller:
     """Each stage run a task, named as in `sample[3]`, after the tasks it reads from."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._tasks = {node.name: _task(node.name, plan.resources.retries) for node in plan.nodes.values()}
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self._stage = partial(_stage, plan.resources.retries, say)
+        self._tasks = {node.name: _task(self._stage, node.name, plan.resources.retries) for node in plan.nodes.values()}
         self._begun: dict[Address, PrefectFuture[Any]] = {}
 
     def submit(self, address: Address, upstream: Sequence[Address], work: Callable[[], Outcome]) -> "Future[Outcome]":
@@ -127,9 +130,9 @@ class TaskCaller:
                 del self._begun[address]
 
 
-def _task(name: str, retries: int) -> Task[..., Any]:
+def _task(stage: Callable[..., Any], name: str, retries: int) -> Task[..., Any]:
     return Task(
-        _stage,
+        stage,
         name=name,
         retries=retries,
         retry_condition_fn=_lost,
@@ -139,9 +142,16 @@ def _task(name: str, retries: int) -> Task[..., Any]:
     )
 
 
-def _stage(work: Callable[[], Outcome], done: list[Outcome]) -> State[Any] | None:
+def _stage(
+    retries: int, say: Callable[[str], None], work: Callable[[], Outcome], done: list[Outcome]
+) -> State[Any] | None:
     """Body of every task: the state's name tells reused and skipped from computed."""
-    outcome = work()
+    try:
+        outcome = work()
+    except WorkerLost as error:
+        if (task_run.run_count or 1) <= retries:
+            say(f"{error}; trying again on fresh workers")
+        raise
     done.append(outcome)
     if outcome.state == "done":
         return None
