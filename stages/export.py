@@ -45,7 +45,9 @@ def _lora(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
         kind = "the base model" if inputs.policy is None else "a policy of full weights"
         raise InputError(f"`format: lora` cannot export {kind}; set `format: pipeline`")
     weights = _weights(inputs.policy, config.weights)
-    adapters = {name.replace(f".{ADAPTER}.", "."): value.to(_DTYPES[config.dtype]) for name, value in weights.items()}
+    adapters: dict[str, nn.Module | Tensor] = {
+        name.replace(f".{ADAPTER}.", "."): value.to(_DTYPES[config.dtype]) for name, value in weights.items()
+    }
     # Without this metadata the loader takes alpha = rank, without a warning.
     metadata = _lora_config(config, adapter(config.model, inputs.pipeline)).to_dict()
     StableDiffusion3Pipeline.save_lora_weights(
@@ -62,9 +64,9 @@ def _pipeline(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
     for part in json.loads((source / "model_index.json").read_text(encoding="utf-8")):
         if part != "transformer" and (source / part).is_dir():
             shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns(*_UNWANTED))
+    transformer.save_pretrained(folder / "transformer")
     for file in sorted(folder.rglob("*.safetensors")):
         _recast(file, _DTYPES[config.dtype])
-    transformer.to(_DTYPES[config.dtype]).save_pretrained(folder / "transformer")
 
 
 def _updated(config: ExportConfig, model: Adapter, policy: PolicyRef | None) -> SD3Transformer2DModel:

@@ -50,7 +50,7 @@ def run(config: PromptsConfig, inputs: PromptsInputs, ctx: StageContext) -> Prom
     writer = TableWriter(ctx.directory, "chosen", prompts_schema())
     ids, texts, metadata = zip(*chosen, strict=True)
     writer.write(0, {"prompt_id": list(ids), "prompt": list(texts), "metadata": list(metadata)})
-    metrics = {"prompts": len(prompts), "chosen": len(chosen), "blank": source.blank}
+    metrics = {"prompts": float(len(prompts)), "chosen": float(len(chosen)), "blank": float(source.blank)}
     return PromptsOutputs(chosen=writer.ref(PromptsTable, 1), metrics=metrics)
 
 
@@ -140,7 +140,9 @@ def _dataset(config: PromptsConfig) -> list[tuple[str, dict[str, Any]]]:
         raise InputError(f"cannot read `path` {config.path!r}, split {config.split!r}: {error}") from error
     if isinstance(found, DatasetDict):
         if config.split not in found:
-            raise InputError(f"no `split` {config.split!r} in `path` {config.path!r}. {closest(config.split, found)}")
+            raise InputError(
+                f"no `split` {config.split!r} in `path` {config.path!r}. {closest(config.split, map(str, found))}"
+            )
         found = found[config.split]
     return [_split(dict(row), config.column, f"`path` {config.path!r}") for row in found]
 

@@ -1,6 +1,6 @@
 """Stage `summarise`: evaluations before and after as a table, and pictures that show at a glance what improved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ def draw_grid(before: Mapping[str, Group], after: Mapping[str, Group], config: S
     columns = min(config.pictures, max(len(before[p].pictures) for p in shown))
     scores = [s for p in shown for s in (*before[p].scores, *after[p].scores) if s is not None]
     framed = bool(scores) and set(scores) <= {0.0, 1.0}
-    size, label, gap, top, bottom = 0.85, 1.9, 0.35, 0.75, 0.35  # inches
+    size, label, gap, top, bottom = 0.85, 1.9, 0.35, 0.6, 0.35  # inches
     width = label + 2 * columns * size + gap + 0.15
     height = top + len(shown) * size + bottom
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -120,12 +120,14 @@ def draw_grid(before: Mapping[str, Group], after: Mapping[str, Group], config: S
         figure.text(x / width, y / height, words, color=_INK, va="center", **style)  # pyright: ignore[reportArgumentType]
 
     halves = ((label, "before", before), (label + columns * size + gap, "after", after))
-    for x, title, _ in halves:
-        text(x + columns * size / 2, height - top / 2, title, fontsize=15, weight="bold", ha="center")
+    for x, title, groups in halves:
+        words = f"{title}: {config.metric} {_mean_score([groups[p] for p in shown])}"
+        text(x + columns * size / 2, height - top / 2, words, fontsize=14, weight="bold", ha="center")
     for row, prompt_id in enumerate(shown):
         low = height - top - (row + 1) * size
+        change = " \N{RIGHTWARDS ARROW} ".join(_mean_score([groups[prompt_id]]) for groups in (before, after))
         text(0.12, low + size * 0.6, before[prompt_id].prompt[:26], fontsize=10)
-        text(0.12, low + size * 0.34, _change(before[prompt_id], after[prompt_id]), fontsize=8.5)
+        text(0.12, low + size * 0.34, change, fontsize=8.5)
         for x, _, groups in halves:
             group = groups[prompt_id]
             pairs = list(zip(group.pictures, group.scores, strict=False))[:columns]
@@ -152,19 +154,19 @@ def _curve(axis: Axes, name: str, curve: HistoryRef) -> None:
     axis.set_title(name, loc="left", fontsize=12, weight="bold", color=_INK)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axis.margins(x=0.03, y=0.22)
+    axis.margins(x=0.06, y=0.22)
     if not curve.points:
         return
     x, y = np.array(curve.points, dtype=float).T
     axis.plot(x, y, color="#2f6db5", linewidth=1.8, marker="o", markersize=3.5 if len(x) < 60 else 0)
     best = int(y.argmax())
     axis.plot(x[best], y[best], marker="o", markersize=8, color=_GREEN, zorder=3)
-    notes = {best: f"best {y[best]:.3f}"}
-    for end in (0, len(x) - 1):
-        notes.setdefault(end, f"{y[end]:.3f}")
-    for i, words in notes.items():
+    # The first and the last value stand beside their points, the best one above its own.
+    notes = {0: (f"{y[0]:.3f}", (0, -14), "center"), len(x) - 1: (f"{y[-1]:.3f}", (8, -3), "left")}
+    notes[best] = (f"best {y[best]:.3f}", (0, 9), "center")
+    for i, (words, offset, side) in notes.items():
         colour = _GREEN if i == best else _FAINT
-        axis.annotate(words, (x[i], y[i]), (0, 8), textcoords="offset points", ha="center", fontsize=9, color=colour)
+        axis.annotate(words, (x[i], y[i]), offset, textcoords="offset points", ha=side, fontsize=9, color=colour)
 
 
 def _show(axis: Axes, picture: NDArray[np.uint8], score: float | None) -> None:
@@ -176,10 +178,10 @@ def _show(axis: Axes, picture: NDArray[np.uint8], score: float | None) -> None:
         spine.set_linewidth(0.8 if score is None else 2.2)
 
 
-def _change(before: Group, after: Group) -> str:
-    """Mean score of all pictures of the prompt, before and after."""
-    means = [np.mean(found) for g in (before, after) if (found := [s for s in g.scores if s is not None])]
-    return f"{means[0]:.2f} \N{RIGHTWARDS ARROW} {means[1]:.2f}" if len(means) == 2 else ""
+def _mean_score(groups: Sequence[Group]) -> str:
+    """Mean score of all pictures of the groups, not only of those that are shown."""
+    scores = [score for group in groups for score in group.scores if score is not None]
+    return f"{np.mean(scores):.2f}" if scores else "unknown"
 
 
 def _groups(ref: SamplesTable, rewards: Mapping[str, RewardsTable], config: SummariseConfig) -> dict[str, Group]:

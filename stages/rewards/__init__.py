@@ -7,7 +7,7 @@ its settings as `config`.
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,4 +41,4 @@ def _imported(target: str, what: str) -> Reward:
         raise InputError(f"cannot import {module!r} of {what}: {error}; {remedy}") from error
     if not callable(found):
         raise InputError(f"{what}: module {module!r} has no function {name!r}; mend `target`")
-    return found
+    return cast(Reward, found)

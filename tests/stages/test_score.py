@@ -162,11 +162,10 @@ def test_jpeg_size() -> None:
     flat = np.full((32, 32, 3), 200, np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     function, config = reward(JpegSizeReward(prefer="large", quality=90))
-    large = function(config, [flat, noise], ["", ""], [{}, {}])
+    small, large = (float(s or 0) for s in function(config, [flat, noise], ["", ""], [{}, {}]))
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, format="JPEG", quality=90)
-    assert large[1] == len(stream.getvalue()) / 1000
-    assert large[0] is not None
-    assert large[1] > large[0] > 0
-    small_function, small = reward(JpegSizeReward(prefer="small", quality=90))
-    assert small_function(small, [flat, noise], ["", ""], [{}, {}]) == [-large[0], -large[1]]
+    assert large == len(stream.getvalue()) / 1000
+    assert large > small > 0
+    function, config = reward(JpegSizeReward(prefer="small", quality=90))
+    assert function(config, [flat, noise], ["", ""], [{}, {}]) == [-small, -large]
