@@ -18,5 +18,6 @@ def kl_mean(mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
 
 def kl_mean_over_g(mean: Tensor, reference: Tensor, std: Tensor, point: Point) -> Tensor:
     """mean (mu - mu_ref)^2 / (2 g^2), g = std / sqrt(-dt): Flow-GRPO's published code, for its published weight."""
-    variance = std**2 / (point.sigma - point.sigma_next)
+    sigma, sigma_next, _ = point.like(mean)  # (batch,) beside (batch, 1, ...) would broadcast to (batch, ..., batch)
+    variance = std**2 / (sigma - sigma_next)
     return mean_over_dims((mean - reference) ** 2 / (2 * variance))

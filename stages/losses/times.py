@@ -26,4 +26,6 @@ def _time(config: TrainTimes, generator: torch.Generator, sigmas: Tensor) -> Ten
         case LogitNormalTimes():
             return torch.sigmoid(config.mean + config.std * torch.randn((), generator=generator))
         case ScheduleTimes():
+            if len(sigmas) != config.steps + 1:
+                raise ValueError(f"wanted the sigmas of {config.steps} steps, got {len(sigmas) - 1}")
             return sigmas[int(torch.randint(config.steps, (), generator=generator))]

@@ -38,7 +38,10 @@ def transition(
     """A stochastic step from `noise`, or the density of the step to `next_latents`: exactly one is given.
 
     With noise, the next state is rounded to the storage dtype before its log-prob, so that replay is exact.
+    Raises ValueError for a stepper without noise, whose steps have no density.
     """
+    if not config.stochastic:
+        raise ValueError(f"stepper {config.kind!r} adds no noise, so its steps have no log-prob; use a stochastic one")
     moments = STEPPERS[config.kind](config, latents.float(), velocity.float(), point.like(latents))
     if noise is not None and next_latents is None:
         next_latents = (moments.mean + moments.std * noise).to(storage)

@@ -34,8 +34,10 @@ def denoise(
     """From noise (batch, ...) to latents: the sampler's stepper inside the window, ODE outside.
 
     `velocity(latents, timesteps)` takes timesteps (batch,); `step_noise(step)` gives noise like the latents. States are
-    kept in the storage dtype; NonFinite names the step and the places in the batch.
+    kept in the storage dtype. NonFinite names the step and the places in the batch. ValueError for a window with gaps
+    or with the last step.
     """
+    _fits(window, len(schedule.timesteps))
     latents = noise.to(storage).float() if 0 in window else noise.float()
     states, log_probs = [], []
     for step, timestep in enumerate(schedule.timesteps):
@@ -56,6 +58,15 @@ def denoise(
     if not states:
         return Rollout(latents, None, None)
     return Rollout(latents, torch.stack(states, 1).to(storage), torch.stack(log_probs, 1))
+
+
+def _fits(window: tuple[int, ...], num_steps: int) -> None:
+    if window and (
+        window != tuple(range(window[0], window[-1] + 1)) or not 0 <= window[0] <= window[-1] < num_steps - 1
+    ):
+        raise ValueError(
+            f"wanted a window of neighbouring steps in 0..{num_steps - 2} (the last has no noise), got {window}"
+        )
 
 
 def _finite(latents: Tensor, step: int) -> None:
