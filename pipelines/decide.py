@@ -14,6 +14,7 @@ from schemas.record import StageRecord
 
 OnChange = Literal["stop", "rerun", "keep"]
 Json = dict[str, Any]
+_NOT_DEFAULT = "(not the default)"
 _LONGEST = 72
 _MOST = 12
 
@@ -57,6 +58,8 @@ def _defaults(kind: type[BaseModel], value: BaseModel) -> Json:
             out[name] = _defaults(type(current), current)
             if isinstance(default, BaseModel) and default == current:
                 out[name] = to_jsonable_python(default)
+            else:  # the whole must not equal the default, or a record without it would pass
+                out[name][_NOT_DEFAULT] = None
         elif isinstance(current, Mapping):
             out[name] = {k: _defaults(type(v), v) for k, v in current.items() if isinstance(v, BaseModel)}
         elif default is not PydanticUndefined:

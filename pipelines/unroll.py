@@ -83,10 +83,8 @@ class Unrolled:
                 out.sources[name] = {key: item.source for key, item in found.items()}
                 continue
             item = self.follow(edge, iteration)
-            if isinstance(item, Missing) and not _optional(node, name):
+            if isinstance(item, Missing):  # in an optional input too: no policy would mean the base model
                 return Resolved(missing=item.why)
-            if isinstance(item, Missing):
-                item = Found(None, None, item.why)
             out.request[name], out.identity[name], out.sources[name] = item.request, item.identity, item.source
         return replace(out, older=self._older(node, iteration))
 
@@ -193,8 +191,3 @@ def identity_of(value: Any) -> Any:
     if isinstance(value, Ref):
         return value.model_dump(mode="json", exclude={"path"})
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-
-
-def _optional(node: PlanNode, name: str) -> bool:
-    field = node.contract.inputs.model_fields[name]
-    return not field.is_required() and field.default is None
