@@ -1,0 +1,85 @@
+"""The example's vocabulary: a prompt such as 'two red circles' names a number, a colour and a shape.
+
+The splits are written out, so that what was held out can be read. RL trains on `TRAIN`, the best policy is chosen on
+`VALIDATION` and reported on `HELDOUT`; these two hold every number and every shape twice.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+NUMBERS = ("one", "two", "three")
+COLOURS = ("red", "green", "blue", "yellow")
+SHAPES = ("circle", "square", "triangle")
+
+TRAIN = (
+    "one red square",
+    "one red triangle",
+    "one green circle",
+    "one green triangle",
+    "one blue circle",
+    "one blue square",
+    "one yellow square",
+    "one yellow triangle",
+    "two red circles",
+    "two red squares",
+    "two green circles",
+    "two green triangles",
+    "two blue squares",
+    "two blue triangles",
+    "two yellow squares",
+    "two yellow triangles",
+    "three red circles",
+    "three red triangles",
+    "three green circles",
+    "three green squares",
+    "three blue circles",
+    "three blue triangles",
+    "three yellow circles",
+    "three yellow squares",
+)
+VALIDATION = (
+    "one green square",
+    "one yellow circle",
+    "two red triangles",
+    "two blue circles",
+    "three red squares",
+    "three green triangles",
+)
+HELDOUT = (
+    "one red circle",
+    "one blue triangle",
+    "two green squares",
+    "two yellow circles",
+    "three blue squares",
+    "three yellow triangles",
+)
+
+
+class Scene(NamedTuple):
+    """What a picture must show: `number` objects (1 to 3), all of one colour and one shape."""
+
+    number: int
+    colour: str
+    shape: str
+
+
+def prompt(scene: Scene) -> str:
+    """The words for a scene: Scene(2, 'red', 'circle') is 'two red circles'."""
+    plural = "" if scene.number == 1 else "s"
+    return f"{NUMBERS[scene.number - 1]} {scene.colour} {scene.shape}{plural}"
+
+
+def parse(text: str) -> Scene:
+    """The scene that a prompt names; ValueError if it names none."""
+    words = text.lower().split()
+    if len(words) == 3:
+        number, colour, shape = words[0], words[1], words[2].removesuffix("s")
+        if number in NUMBERS and colour in COLOURS and shape in SHAPES:
+            return Scene(NUMBERS.index(number) + 1, colour, shape)
+    raise ValueError(
+        f"prompt {text!r} is none of this example's: want NUMBER COLOUR SHAPE, such as 'two red circles', with "
+        f"NUMBER one of {', '.join(NUMBERS)}; COLOUR one of {', '.join(COLOURS)}; SHAPE one of {', '.join(SHAPES)}"
+    )
+
+
+ALL = tuple(prompt(Scene(n, colour, shape)) for n, colour, shape in product((1, 2, 3), COLOURS, SHAPES))
