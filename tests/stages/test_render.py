@@ -72,7 +72,7 @@ def test_the_fitted_pipeline_is_one_the_adapter_reads(tmp_path: Path) -> None:
     given = prompts(tmp_path, ["two red circles", "one blue square"])
     samples = render.run(RenderConfig(per_prompt=4), RenderInputs(prompts=given), context(tmp_path)).samples
     inputs = FitAutoencoderInputs(samples=samples.under(tmp_path))
-    outputs = fit_autoencoder.run(FitAutoencoderConfig(steps=3, batch=4), inputs, context(tmp_path))
+    outputs = fit_autoencoder.run(FitAutoencoderConfig(steps=3), inputs, context(tmp_path))
     assert all(np.isfinite(value) for value in outputs.metrics.values())
     pipeline: PipelineRef = outputs.pipeline.under(tmp_path)
     model = Sd3Model(max_sequence_length=8)
