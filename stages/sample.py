@@ -4,12 +4,15 @@ Work is cut by identity, never by rank: a micro-batch is samples of one prompt, 
 shard that is there is not drawn again.
 """
 
+import json
+import shutil
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from schemas.artifacts import SamplesTable, TrajectoryTable
 from schemas.contracts import SampleConfig, SampleInputs, SampleOutputs
@@ -17,15 +20,16 @@ from schemas.errors import NonFinite
 from schemas.sampling import FlowSdeSampler
 from schemas.tables import samples_schema, trajectory_schema
 from stages.context import StageContext
-from stages.engine.embeddings import Embeddings
-from stages.engine.mesh import barrier
+from stages.engine.embeddings import NEGATIVE, Embeddings
+from stages.engine.mesh import barrier, total
 from stages.engine.policy import Engine, resident
 from stages.models import NoiseSchedule
 from stages.sde.loop import Rollout, denoise
 from stages.sde.noise import initial_seed, normal, step_seed
-from stages.store import images, tables
+from stages.store import files, images, tables
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_CUT = "cut.json"
 
 
 class MicroBatch(NamedTuple):
@@ -37,45 +41,60 @@ class MicroBatch(NamedTuple):
     metadata: str
     indices: tuple[int, ...]
 
+    @property
+    def sample_ids(self) -> list[str]:
+        """One a sample."""
+        return [f"{self.prompt_id}/{index}" for index in self.indices]
 
-class Plan(NamedTuple):
+
+class Drawn(NamedTuple):
+    """A micro-batch's latents and pictures (batch, height, width, 3) uint8."""
+
+    batch: MicroBatch
+    rollout: Rollout
+    pictures: np.ndarray
+
+
+@dataclass(frozen=True)
+class Drawing:
     """What all micro-batches of the stage share. `window` are the stochastic steps."""
 
+    config: SampleConfig
+    ctx: StageContext
+    engine: Engine
+    embeddings: Embeddings
     schedule: NoiseSchedule
     window: tuple[int, ...]
     epoch: int | str
+
+    @property
+    def storage(self) -> Literal["float32", "float16"]:
+        """Dtype of stored states."""
+        return self.config.sampler.states if isinstance(self.config.sampler, FlowSdeSampler) else "float32"
+
+
+class Writers(NamedTuple):
+    """The two tables."""
+
+    samples: tables.TableWriter
+    trajectory: tables.TableWriter
 
 
 def run(config: SampleConfig, inputs: SampleInputs, ctx: StageContext) -> SampleOutputs:
     """Draws `per_prompt` samples for each prompt from the policy's chosen weights."""
     engine = resident(ctx, config.model, inputs.pipeline)
     engine.load(inputs.policy)
+    drawing = _drawing(config, inputs, ctx, engine)
     batches = micro_batches(config, inputs, ctx.micro_batch)
+    drawing.embeddings.require([batch.prompt_id for batch in batches] + [NEGATIVE] * config.sampler.guided)
     size = ctx.resources.shard_micro_batches
     shards = [batches[i : i + size] for i in range(0, len(batches), size)]
-    plan = _plan(config, engine, ctx)
-    states = config.sampler.states if isinstance(config.sampler, FlowSdeSampler) else "float32"
-    schema = trajectory_schema(engine.adapter.latent_shape(), len(plan.window), states)
-    writers = (
-        tables.TableWriter(ctx.directory, "samples", samples_schema()),
-        tables.TableWriter(ctx.directory, "trajectory", schema),
-    )
-    missing = _missing(writers, len(shards))
-    embeddings = Embeddings(inputs.conditioning, engine.device)
-    chosen = engine.choose(config.weights)
-    turns, done = _turns(missing, ctx), 0
-    total = sum(len(shards[index]) for index, counts in turns if counts)
-    with engine.weights.using(chosen), torch.no_grad():
-        for index, counts in turns:
-            drawn = []
-            for batch in _padded(shards[index], size):
-                drawn.append(_draw(batch, config, plan, engine, embeddings, ctx))
-                done += counts
-                ctx.progress(min(done, total), total, "micro-batches")
-            if counts:
-                _write(writers, index, shards[index], drawn, config, plan, engine, ctx)
+    _drop_other_cut(ctx)
+    writers = _writers(drawing)
+    with engine.weights.using(engine.choose(config.weights)), torch.no_grad():
+        _draw_shards(drawing, writers, shards, _missing(writers, len(shards)))
     barrier()
-    return _outputs(config, inputs, writers, len(shards), engine, plan, len(batches))
+    return _outputs(drawing, inputs, writers, len(shards), len(batches))
 
 
 def micro_batches(config: SampleConfig, inputs: SampleInputs, size: int) -> list[MicroBatch]:
@@ -89,101 +108,118 @@ def micro_batches(config: SampleConfig, inputs: SampleInputs, size: int) -> list
     return out
 
 
-def _plan(config: SampleConfig, engine: Engine, ctx: StageContext) -> Plan:
-    sampler, iteration = config.sampler, ctx.iteration or 0
+def _drawing(config: SampleConfig, inputs: SampleInputs, ctx: StageContext, engine: Engine) -> Drawing:
+    # With fixed noise nothing at all may depend on the iteration.
+    sampler, iteration = config.sampler, 0 if config.fixed_noise else ctx.iteration or 0
     window = sampler.window.steps(sampler.steps, ctx.seed, iteration) if isinstance(sampler, FlowSdeSampler) else ()
-    return Plan(engine.adapter.schedule(sampler.steps), window, "fixed" if config.fixed_noise else iteration)
+    embeddings = Embeddings(inputs.conditioning, engine.device)
+    epoch = "fixed" if config.fixed_noise else iteration
+    return Drawing(config, ctx, engine, embeddings, engine.adapter.schedule(sampler.steps), window, epoch)
 
 
-def _missing(writers: Sequence[tables.TableWriter], num_shards: int) -> list[int]:
-    # Every rank looks before any rank writes, so that all see the same.
-    finished = set.intersection(*(writer.finished() for writer in writers))
+def _drop_other_cut(ctx: StageContext) -> None:
+    """Shards that a stopped run left are kept only if they were cut in the same way."""
+    cut = {"micro_batch": ctx.micro_batch, "shard_micro_batches": ctx.resources.shard_micro_batches}
+    path = Path(ctx.directory) / _CUT
+    if ctx.rank == 0 and not (path.is_file() and path.read_text() == json.dumps(cut)):
+        for name in Writers._fields:
+            shutil.rmtree(Path(ctx.directory) / name, ignore_errors=True)
+        with files.written(path) as temporary:
+            temporary.write_text(json.dumps(cut))
     barrier()
-    return [index for index in range(num_shards) if index not in finished]
+
+
+def _writers(drawing: Drawing) -> Writers:
+    shape, directory = drawing.engine.adapter.latent_shape(), drawing.ctx.directory
+    schemas = (samples_schema(), trajectory_schema(shape, len(drawing.window), drawing.storage))
+    return Writers(*(tables.TableWriter(directory, *named) for named in zip(Writers._fields, schemas, strict=True)))
+
+
+def _missing(writers: Writers, num_shards: int) -> list[int]:
+    """Shards that are not there on any one rank's view of the disk; no rank writes before all have looked."""
+    finished = set.intersection(*(writer.finished() for writer in writers))
+    lost = total(torch.tensor([float(index not in finished) for index in range(num_shards)]))
+    return lost.nonzero().flatten().tolist()
+
+
+def _draw_shards(drawing: Drawing, writers: Writers, shards: list[list[MicroBatch]], missing: list[int]) -> None:
+    ctx = drawing.ctx
+    turns, done = _turns(missing, ctx), 0
+    num_batches = sum(len(shards[index]) for index, counts in turns if counts)
+    for turn, (index, counts) in enumerate(turns):
+        # All ranks make as many calls as the longest shard of this turn; what is drawn over and above is dropped.
+        longest = max(len(shards[k]) for k in missing[turn * ctx.world_size : (turn + 1) * ctx.world_size])
+        drawn = []
+        for place in range(longest):
+            drawn.append(_draw(drawing, shards[index][place if place < len(shards[index]) else 0]))
+            done += counts and place < len(shards[index])
+            ctx.progress(done, num_batches, "micro-batches")
+        if counts:
+            _write(drawing, writers, index, drawn[: len(shards[index])])
 
 
 def _turns(missing: list[int], ctx: StageContext) -> list[tuple[int, bool]]:
-    """This rank's shards; short ranks repeat one and drop it, so that all make equally many model calls."""
+    """This rank's shards; a short rank repeats one and drops it, so that all make equally many model calls."""
     turns = -(-len(missing) // ctx.world_size)
     mine = [(index, True) for index in missing[ctx.rank :: ctx.world_size]]
     return mine + [(missing[0], False)] * (turns - len(mine))
 
 
-def _padded(batches: list[MicroBatch], size: int) -> list[MicroBatch]:
-    # The last shard may be short; other ranks make the calls of a whole one beside it.
-    return batches + [batches[0]] * (size - len(batches)) if dist.get_world_size() > 1 else batches
+def _draw(drawing: Drawing, batch: MicroBatch) -> Drawn:
+    engine, sampler = drawing.engine, drawing.config.sampler
+    shape = engine.adapter.latent_shape()
+    given = drawing.embeddings.of([batch.prompt_id] * len(batch.indices), sampler.guided)
 
-
-def _draw(
-    batch: MicroBatch, config: SampleConfig, plan: Plan, engine: Engine, embeddings: Embeddings, ctx: StageContext
-) -> Rollout:
-    sampler, shape = config.sampler, engine.adapter.latent_shape()
-    given = embeddings.of([batch.prompt_id] * len(batch.indices), sampler.guided)
+    def velocity(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return engine.velocity(latents, timesteps, given, sampler.guidance_scale)
 
     def step_noise(step: int) -> torch.Tensor:
-        seeds = [step_seed(ctx.seed, plan.epoch, batch.prompt_id, index, step) for index in batch.indices]
+        seeds = [step_seed(drawing.ctx.seed, drawing.epoch, batch.prompt_id, i, step) for i in batch.indices]
         return normal(shape, seeds).to(engine.device)
 
-    storage = _DTYPES[sampler.states] if isinstance(sampler, FlowSdeSampler) else torch.float32
+    noise = normal(shape, _seeds(drawing, batch)).to(engine.device)
     try:
-        return denoise(
-            lambda latents, timesteps: engine.velocity(latents, timesteps, given, sampler.guidance_scale),
-            sampler,
-            plan.schedule,
-            normal(shape, _seeds(batch, config, plan, ctx)).to(engine.device),
-            step_noise,
-            plan.window,
-            storage,
+        rollout = denoise(
+            velocity, sampler, drawing.schedule, noise, step_noise, drawing.window, _DTYPES[drawing.storage]
         )
+        return Drawn(batch, rollout, images.to_uint8(engine.adapter.decode(rollout.latents, engine.device)))
     except NonFinite as error:
-        names = [f"{batch.prompt_id}/{index}" for index in batch.indices]
-        raise NonFinite(f"{ctx.place}: {error}, which are samples {names} of prompt {batch.prompt!r}") from error
+        who = f"samples {batch.sample_ids} of prompt {batch.prompt!r}"
+        raise NonFinite(f"{drawing.ctx.place}: {error}; the batch was {who}") from error
 
 
-def _seeds(batch: MicroBatch, config: SampleConfig, plan: Plan, ctx: StageContext) -> list[int]:
-    shared = config.sampler.shared_noise
-    return [initial_seed(ctx.seed, plan.epoch, batch.prompt_id, index, shared) for index in batch.indices]
+def _seeds(drawing: Drawing, batch: MicroBatch) -> list[int]:
+    shared = drawing.config.sampler.shared_noise
+    return [initial_seed(drawing.ctx.seed, drawing.epoch, batch.prompt_id, i, shared) for i in batch.indices]
 
 
-def _write(
-    writers: Sequence[tables.TableWriter],
-    index: int,
-    batches: list[MicroBatch],
-    drawn: list[Rollout],
-    config: SampleConfig,
-    plan: Plan,
-    engine: Engine,
-    ctx: StageContext,
-) -> None:
-    """One shard of both tables; the micro-batches are decoded one by one, which bounds the decoder's memory."""
-    rollouts = drawn[: len(batches)]
-    pictures = [images.to_uint8(engine.adapter.decode(r.latents, engine.device).numpy()) for r in rollouts]
-    repeated = [(batch, index) for batch in batches for index in batch.indices]
+def _write(drawing: Drawing, writers: Writers, index: int, drawn: list[Drawn]) -> None:
+    """One shard of both tables."""
+    of_row = [one.batch for one in drawn for _ in one.batch.indices]
     keys = {
-        "sample_id": [f"{batch.prompt_id}/{index}" for batch, index in repeated],
-        "prompt_id": [batch.prompt_id for batch, _ in repeated],
-        "index": [index for _, index in repeated],
-        "seed": [seed for batch in batches for seed in _seeds(batch, config, plan, ctx)],
+        "sample_id": [sample_id for one in drawn for sample_id in one.batch.sample_ids],
+        "prompt_id": [batch.prompt_id for batch in of_row],
+        "index": [index for one in drawn for index in one.batch.indices],
+        "seed": [seed for one in drawn for seed in _seeds(drawing, one.batch)],
     }
-    texts = {"prompt": [b.prompt for b, _ in repeated], "metadata": [b.metadata for b, _ in repeated]}
-    pngs = [images.png(picture) for group in pictures for picture in group]
-    writers[0].write(index, {**keys, **texts, "image": pngs})
+    texts = {"prompt": [batch.prompt for batch in of_row], "metadata": [batch.metadata for batch in of_row]}
+    pictures = [images.png(picture) for one in drawn for picture in one.pictures]
+    writers.samples.write(index, {**keys, **texts, "image": pictures})
     columns = {
-        **keys,
-        "micro_batch": [batch.number for batch, _ in repeated],
-        "guidance_scale": [config.sampler.guidance_scale] * len(repeated),
-        "latents": torch.cat([r.latents for r in rollouts]).cpu().numpy(),
+        "micro_batch": [batch.number for batch in of_row],
+        "guidance_scale": [drawing.config.sampler.guidance_scale] * len(of_row),
+        "latents": torch.cat([one.rollout.latents for one in drawn]).cpu().numpy(),
     }
-    writers[1].write(index, {**columns, **_steps(rollouts, plan)})
+    writers.trajectory.write(index, {**keys, **columns, **_steps(drawing, [one.rollout for one in drawn])})
 
 
-def _steps(rollouts: list[Rollout], plan: Plan) -> dict[str, np.ndarray]:
+def _steps(drawing: Drawing, rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     """Columns of the stochastic steps, with the schedule they were taken on."""
-    if not plan.window:
+    if not drawing.window:
         return {}
     states = torch.cat([r.states for r in rollouts if r.states is not None]).cpu().numpy()
     log_prob = torch.cat([r.log_prob for r in rollouts if r.log_prob is not None]).cpu().numpy()
-    steps, (sigmas, timesteps) = list(plan.window), plan.schedule
+    steps, (sigmas, timesteps) = list(drawing.window), drawing.schedule
     shared = {
         "step_index": np.array(steps, dtype=np.int32),
         "sigma": sigmas[steps].numpy(),
@@ -196,27 +232,18 @@ def _steps(rollouts: list[Rollout], plan: Plan) -> dict[str, np.ndarray]:
 
 
 def _outputs(
-    config: SampleConfig,
-    inputs: SampleInputs,
-    writers: Sequence[tables.TableWriter],
-    num_shards: int,
-    engine: Engine,
-    plan: Plan,
-    num_batches: int,
+    drawing: Drawing, inputs: SampleInputs, writers: Writers, num_shards: int, num_batches: int
 ) -> SampleOutputs:
-    samples = writers[0].ref(SamplesTable, num_shards)
-    trajectory = writers[1].ref(
+    sampler = drawing.config.sampler
+    trajectory = writers.trajectory.ref(
         TrajectoryTable,
         num_shards,
-        latent_shape=engine.adapter.latent_shape(),
-        num_steps=len(plan.window),
-        sampler=config.sampler.model_dump(mode="json"),
+        latent_shape=drawing.engine.adapter.latent_shape(),
+        num_steps=len(drawing.window),
+        sampler=sampler.model_dump(mode="json"),
         policy="" if inputs.policy is None else inputs.policy.digest,
-        weights=config.weights,
+        weights=drawing.config.weights,
     )
-    calls = num_batches * config.sampler.steps * (2 if config.sampler.guided else 1)
-    return SampleOutputs(
-        samples=samples,
-        trajectory=trajectory,
-        metrics={"samples": float(samples.rows), "model_calls": float(calls)},
-    )
+    samples = writers.samples.ref(SamplesTable, num_shards)
+    metrics = {"samples": float(samples.rows), "model_calls": float(num_batches * sampler.steps)}
+    return SampleOutputs(samples=samples, trajectory=trajectory, metrics=metrics)

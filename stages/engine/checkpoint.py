@@ -16,6 +16,7 @@ from stages.engine.optim import MOMENTS, Optimizer
 from stages.engine.weights import Shards, Weights
 from stages.store import files, tensors
 
+_FACTS = "policy.json"
 ORDER: tuple[WeightSet, ...] = ("raw", "old", "ema")
 
 
@@ -33,15 +34,28 @@ def save(directory: Path, name: str, weights: Weights, optimizer: Optimizer, con
     state = optimizer.state()
     moments = {f"{kind}.{key}": value for kind in state for key, value in weights.full(state[kind]).items()}
     parts["optimizer"] = _write(folder / "optimizer.safetensors", moments)
-    facts = {"trainable": trainable, "sets": list(sets), "updates": optimizer.updates}
+    facts = {"trainable": trainable, "sets": list(sets), "updates": optimizer.updates, **_form(config)}
     digest = hashlib.sha256(json.dumps([facts, parts], sort_keys=True).encode()).hexdigest()
     if dist.get_rank() == 0:
-        lora = None if config.lora is None else config.lora.model_dump(mode="json")
-        text = json.dumps({**facts, "kind": config.kind, "lora": lora}, indent=1)
-        with files.written(folder / "policy.json") as temporary:
-            temporary.write_text(text)
+        with files.written(folder / _FACTS) as temporary:
+            temporary.write_text(json.dumps(facts, indent=1))
     barrier()
     return PolicyRef(path=name, digest=from_first(digest), trainable=trainable, sets=sets, updates=optimizer.updates)
+
+
+def check(policy: PolicyRef, config: ModelConfig) -> None:
+    """InputError if the policy was trained in another form: its tensors might fit and yet mean something else."""
+    path = Path(policy.path) / _FACTS
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}; run the update stage that made it again") from error
+    for name, wanted in _form(config).items():
+        if facts.get(name) != wanted:
+            raise InputError(
+                f"the policy {policy.path} was trained with `{name}` {facts.get(name)}, but the model says {wanted}; "
+                "use the model it was trained with"
+            )
 
 
 def load_set(policy: PolicyRef, name: WeightSet, weights: Weights) -> Shards:
@@ -63,6 +77,11 @@ def load_moments(policy: PolicyRef, weights: Weights) -> dict[str, Shards]:
         prefix = f"{kind}."
         out[kind] = weights.cut({k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})
     return out
+
+
+def _form(config: ModelConfig) -> dict[str, object]:
+    """What gives the tensors their meaning."""
+    return {"kind": config.kind, "lora": None if config.lora is None else config.lora.model_dump(mode="json")}
 
 
 def _write(path: Path, whole: dict[str, Tensor]) -> str:

@@ -1,7 +1,8 @@
-"""Text embeddings by prompt id, stacked for a model call."""
+"""Text embeddings by prompt id, stacked for a model call. They stay in the mapped file until they are used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -10,44 +11,44 @@ from schemas.errors import InputError
 from stages.models import Conditioning
 from stages.store import tables
 
+NEGATIVE = ""  # the prompt id of the negative prompt
+
 
 class Embeddings:
-    """A conditioning table in memory."""
+    """A conditioning table."""
 
     def __init__(self, ref: ConditioningTable, device: torch.device) -> None:
-        table = tables.read(ref)
-        columns = {name: tables.ragged(table, name) for name in ref.names}
-        rows = [
-            {name: torch.from_numpy(columns[name][row].copy()).to(device) for name in ref.names}
-            for row in range(len(table))
-        ]
-        roles, ids = table.column("role").to_pylist(), table.column("prompt_id").to_pylist()
-        self.path = ref.path
-        self.positive = {i: row for i, role, row in zip(ids, roles, rows, strict=True) if role != "negative"}
-        self.negative = next((row for role, row in zip(roles, rows, strict=True) if role == "negative"), None)
+        self.ref, self.device = ref, device
+        self.table: pa.Table = tables.read(ref)
+        self.rows = tables.positions(self.table, "prompt_id")
+        self._shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
 
-    def of(self, prompt_ids: Sequence[str], guided: bool, dropped: Sequence[bool] = ()) -> Conditioning:
-        """Conditioning of a batch; `dropped` samples get the negative prompt as their own."""
-        rows = [self._positive(prompt_id) for prompt_id in prompt_ids]
-        if any(dropped):
-            rows = [self._negative() if drop else row for row, drop in zip(rows, dropped, strict=True)]
-        negative = [self._negative()] * len(rows) if guided else None
-        return Conditioning(_stack(rows), None if negative is None else _stack(negative))
+    def require(self, prompt_ids: Iterable[str]) -> None:
+        """InputError names the first prompt that has no embeddings."""
+        for prompt_id in prompt_ids:
+            self._row(prompt_id)
+
+    def of(self, prompt_ids: Sequence[str], guided: bool) -> Conditioning:
+        """Conditioning of a batch; `NEGATIVE` is the negative prompt. Guided, the negative branch comes along."""
+        negative = [NEGATIVE] * len(prompt_ids) if guided else None
+        return Conditioning(self._stack(prompt_ids), None if negative is None else self._stack(negative))
 
     def shape(self, prompt_id: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a prompt's tensors: only equal ones may share a model call."""
-        return tuple(tuple(tensor.shape) for tensor in self._positive(prompt_id).values())
+        if prompt_id not in self._shapes:
+            row, columns = self._row(prompt_id), [self.table.column(f"{name}_shape") for name in self.ref.names]
+            self._shapes[prompt_id] = tuple(tuple(column[row].as_py()) for column in columns)
+        return self._shapes[prompt_id]
 
-    def _positive(self, prompt_id: str) -> dict[str, Tensor]:
-        if prompt_id not in self.positive:
-            raise InputError(f"prompt {prompt_id!r} has no embeddings in {self.path}; encode the same prompts")
-        return self.positive[prompt_id]
+    def _stack(self, prompt_ids: Sequence[str]) -> dict[str, Tensor]:
+        unique = list(dict.fromkeys(prompt_ids))
+        rows, places = [self._row(prompt_id) for prompt_id in unique], [unique.index(i) for i in prompt_ids]
+        read = {name: tables.ragged(self.table, name, rows) for name in self.ref.names}
+        tensors = {name: [torch.tensor(value, device=self.device) for value in read[name]] for name in read}
+        return {name: torch.stack([tensors[name][place] for place in places]) for name in tensors}
 
-    def _negative(self) -> dict[str, Tensor]:
-        if self.negative is None:
-            raise InputError(f"no embeddings of the negative prompt in {self.path}; encode it")
-        return self.negative
-
-
-def _stack(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    def _row(self, prompt_id: str) -> int:
+        if prompt_id in self.rows:
+            return self.rows[prompt_id]
+        name = "the negative prompt" if prompt_id == NEGATIVE else f"prompt {prompt_id!r}"
+        raise InputError(f"{name} has no embeddings in {self.ref.path}; encode the same prompts")

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig as PeftLora
 from torch import nn
 
+from schemas.errors import InputError
 from schemas.models import LoraConfig
 from schemas.seeds import seed_of
 
@@ -27,7 +28,10 @@ def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequen
     if config is None:
         module.float().requires_grad_(True)
         return
-    module.add_adapter(peft_config(config, targets), ADAPTER)  # type: ignore[operator]
+    try:
+        module.add_adapter(peft_config(config, targets), ADAPTER)  # type: ignore[operator]
+    except ValueError as error:
+        raise InputError(f"`model.lora.targets` does not fit the model: {error}") from error
     for name, parameter in module.named_parameters():
         if f".lora_A.{ADAPTER}." in name:
             bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform(a=sqrt(5)), as in PEFT

@@ -50,6 +50,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
         self.weights.put({})  # gathered copies are out of date
         return norm

@@ -1,5 +1,8 @@
 """The engine of one model: built once, kept warm, and told which policy to hold."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -42,16 +45,21 @@ class Engine:
         if self.digest == wanted:
             return
         self.digest, self.optimizer, self.weights.sets = None, None, {}
+        self.module.zero_grad(set_to_none=True)
         if policy is None:
             self.weights.put(self.weights.start)
             self.updates = 0
         else:
-            self._check(policy)
+            checkpoint.check(policy, self.config)
             self.weights.put(checkpoint.load_set(policy, "raw", self.weights))
             others: list[WeightSet] = [name for name in policy.sets if name != "raw"]
             self.weights.sets = {name: checkpoint.load_set(policy, name, self.weights) for name in others}
             self.updates = policy.updates
         self.digest = wanted
+
+    def hold(self, policy: PolicyRef) -> None:
+        """Notes that memory holds this policy, which was just saved from it."""
+        self.digest, self.updates = policy.digest, policy.updates
 
     def choose(self, name: str) -> str:
         """The set to compute with: all sets of the base are the base; a policy must have the set."""
@@ -75,14 +83,6 @@ class Engine:
         """Guided velocity under the weights in use, float32, shaped as `latents`."""
         return self.adapter.velocity(self.module, latents, timesteps, given, guidance_scale)
 
-    def _check(self, policy: PolicyRef) -> None:
-        trainable = "full" if self.config.lora is None else "lora"
-        if policy.trainable != trainable:
-            raise InputError(
-                f"the policy {policy.path} holds {policy.trainable} weights, but the model is set to {trainable}: "
-                f"{'remove' if trainable == 'lora' else 'add'} `model.lora`"
-            )
-
 
 def resident(ctx: StageContext, config: ModelConfig, pipeline: PipelineRef | None) -> Engine:
     """The engine of this process for this model, made anew when the model is another."""
@@ -95,3 +95,14 @@ def resident(ctx: StageContext, config: ModelConfig, pipeline: PipelineRef | Non
     engine = Engine(config, pipeline, ctx.device)
     ctx.residents["engine"] = (key, engine)
     return engine
+
+
+@contextmanager
+def changing(ctx: StageContext, engine: Engine) -> Iterator[None]:
+    """Inside, memory holds what no checkpoint holds; after an error the engine is dropped, gradients and all."""
+    engine.digest = None
+    try:
+        yield
+    except BaseException:
+        ctx.residents.pop("engine", None)
+        raise

@@ -19,7 +19,8 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, comp
         reduce_dtype=torch.float32 if reduced else None,
         cast_forward_inputs=False,
     )
-    free = mesh.size() > 1  # one rank owns all weights anyway
+    # On one CPU rank gathering is a copy with nothing to gain; on a GPU gathered blocks would double the memory.
+    free = mesh.size() > 1 or mesh.device_type != "cpu"
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=free)

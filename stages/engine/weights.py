@@ -4,7 +4,7 @@
 again, so that nothing depends on adapter switches, which flip requires_grad behind one's back.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -65,11 +65,12 @@ class Weights:
         """A copy of the raw shards."""
         return {name: value.detach().clone() for name, value in self.raw().items()}
 
+    def keep(self, names: Collection[str]) -> None:
+        """From now on there are these sets beside raw: new ones start as raw, others are dropped."""
+        self.sets = {name: self.sets[name] if name in self.sets else self.copy_raw() for name in names}
+
     def blend(self, name: str, decay: float) -> None:
-        """set = decay * set + (1 - decay) * raw; a missing set starts as raw."""
-        if name not in self.sets:
-            self.sets[name] = self.copy_raw()
-            return
+        """set = decay * set + (1 - decay) * raw."""
         raw = self.raw()
         with torch.no_grad():
             for key, value in self.sets[name].items():

@@ -1,6 +1,7 @@
 """Drawn times and noise on final latents: for losses that need no log-prob. Trains the conditional branch."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,13 +10,14 @@ from schemas.errors import InputError
 from schemas.losses import NftLoss, ScheduleTimes, SftLoss
 from schemas.seeds import seed_of
 from stages.context import StageContext
+from stages.engine.embeddings import NEGATIVE
 from stages.engine.policy import Engine
 from stages.losses import LOSSES
 from stages.losses.kl import kl_velocity
 from stages.losses.terms import LossTerms
 from stages.losses.times import draw
-from stages.objectives import Others, Unit, even_parts
 from stages.objectives.rows import Rows
+from stages.objectives.units import Others, Unit, drawn_order, even_parts
 
 
 class Terminal:
@@ -26,22 +28,20 @@ class Terminal:
     def __init__(self, config: UpdateConfig, rows: Rows, ctx: StageContext, engine: Engine) -> None:
         assert isinstance(config.loss, NftLoss | SftLoss)
         self.config, self.loss, self.rows, self.ctx = config, config.loss, rows, ctx
-        self.latents = rows.tensor("latents")
         self.adapter = engine.adapter
         times = self.loss.times
         self.sigmas = engine.adapter.schedule(times.steps).sigmas if isinstance(times, ScheduleTimes) else torch.ones(1)
 
-    def parts(self, epoch: int, steps: int) -> list[list[Unit]]:
+    def parts(self, epoch: int) -> list[list[Unit]]:
         """The samples in a drawn order, evenly over the optimizer steps, in micro-batches of equal text shapes."""
-        kept = np.flatnonzero(self.rows.weights)
+        steps = self.config.steps
+        kept = [row for row, weight in enumerate(self.rows.weights) if weight]
         if steps > len(kept):
             raise InputError(f"{self.ctx.place}: steps is {steps}, but there are only {len(kept)} samples; lower it")
-        generator = np.random.default_rng(seed_of(self.ctx.seed, self.ctx.iteration or 0, epoch, "order"))
-        order = [int(row) for row in kept[generator.permutation(len(kept))]]
+        order = drawn_order(kept, lambda row: self.rows.sample_ids[row], self.ctx, epoch)
         draws = range(self.loss.times.draws)
         return [
-            [Unit(rows, drawn, epoch) for rows in self._batches([order[i] for i in part]) for drawn in draws]
-            for part in even_parts(len(order), steps)
+            [unit for number in draws for unit in self._units(part, number, epoch)] for part in even_parts(order, steps)
         ]
 
     def idle(self, unit: Unit) -> bool:
@@ -51,8 +51,7 @@ class Terminal:
     def velocity(self, engine: Engine, unit: Unit) -> Tensor:
         """At (1 - t) x0 + t noise."""
         x0, times, noise = self._drawn(unit)
-        ids = [self.rows.prompt_ids[row] for row in unit.rows]
-        given = self.rows.embeddings.of(ids, guided=False, dropped=self._dropped(unit))
+        given = self.rows.embeddings.of([self._prompt(row, unit.step, unit.epoch) for row in unit.rows], guided=False)
         return engine.velocity(_mix(x0, times, noise), self.adapter.timesteps(times), given, 1.0)
 
     def terms(self, unit: Unit, velocity: Tensor, others: Others) -> LossTerms:
@@ -69,28 +68,30 @@ class Terminal:
         kl = kl_velocity(velocity, others.reference)
         return LossTerms(terms.loss + self.config.kl.weight * kl, {**terms.stats, "kl": kl.detach()})
 
-    def _batches(self, rows: list[int]) -> list[tuple[int, ...]]:
+    def _units(self, rows: Sequence[int], number: int, epoch: int) -> list[Unit]:
         by_shape: dict[object, list[int]] = {}
         for row in rows:
-            by_shape.setdefault(self.rows.embeddings.shape(self.rows.prompt_ids[row]), []).append(row)
+            shape = self.rows.embeddings.shape(self._prompt(row, number, epoch))
+            by_shape.setdefault(shape, []).append(row)
         size = self.ctx.micro_batch
-        return [tuple(same[i : i + size]) for same in by_shape.values() for i in range(0, len(same), size)]
+        cuts = [tuple(same[i : i + size]) for same in by_shape.values() for i in range(0, len(same), size)]
+        return [Unit(cut, number, epoch) for cut in cuts]
 
     def _drawn(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
-        seeds = [self._seed(row, unit) for row in unit.rows]
-        x0 = self.latents[list(unit.rows)]
+        seeds = [self._seed(row, unit.step, unit.epoch, "draw") for row in unit.rows]
+        x0 = self.rows.tensor("latents", unit.rows)
         times, noise = draw(self.loss.times, tuple(x0.shape[1:]), seeds, self.sigmas)
-        return x0.to(self.rows.device), times.to(self.rows.device), noise.to(self.rows.device)
+        return x0, times.to(self.rows.device), noise.to(self.rows.device)
 
-    def _seed(self, row: int, unit: Unit, purpose: str = "draw") -> int:
-        identity = (self.ctx.seed, self.ctx.iteration or 0, unit.epoch, self.rows.sample_ids[row], unit.step)
-        return seed_of(*identity, purpose)
+    def _seed(self, row: int, number: int, epoch: int, purpose: str) -> int:
+        return seed_of(self.ctx.seed, self.ctx.iteration or 0, epoch, self.rows.sample_ids[row], number, purpose)
 
-    def _dropped(self, unit: Unit) -> list[bool]:
-        if not isinstance(self.loss, SftLoss) or self.loss.text_dropout == 0:
-            return []
-        share = self.loss.text_dropout
-        return [self._seed(row, unit, "drop") / 2**63 < share for row in unit.rows]
+    def _prompt(self, row: int, number: int, epoch: int) -> str:
+        """The sample's prompt, or the negative one where its text is dropped."""
+        share = self.loss.text_dropout if isinstance(self.loss, SftLoss) else 0.0
+        if share and self._seed(row, number, epoch, "drop") / 2**63 < share:
+            return NEGATIVE
+        return self.rows.prompt_ids[row]
 
 
 def _mix(x0: Tensor, times: Tensor, noise: Tensor) -> Tensor:

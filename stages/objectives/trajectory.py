@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 
-import numpy as np
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -10,14 +9,13 @@ from schemas.contracts import UpdateConfig
 from schemas.errors import InputError
 from schemas.losses import GrpoLoss
 from schemas.sampling import SamplerConfig
-from schemas.seeds import seed_of
 from stages.context import StageContext
 from stages.engine.policy import Engine
 from stages.losses import LOSSES
 from stages.losses.kl import kl_mean, kl_mean_over_g, kl_velocity
 from stages.losses.terms import LossTerms
-from stages.objectives import Others, Unit, even_parts
 from stages.objectives.rows import Rows
+from stages.objectives.units import Others, Unit, drawn_order, even_parts
 from stages.sde import Transition, transition
 from stages.sde.moments import Point
 
@@ -30,27 +28,28 @@ class Trajectory:
         if rows.ref.num_steps == 0:
             raise InputError(f"{ctx.place}: loss {config.loss.kind!r} needs stored steps; sample with `flow_sde`")
         self.sampler: SamplerConfig = TypeAdapter(SamplerConfig).validate_python(rows.ref.sampler)
-        self.states = rows.tensor("states")
-        names = ("sigma", "sigma_next", "sigma_max", "timestep", "log_prob")
-        self.columns = {name: rows.column(name) for name in names}
-        self.bound = config.loss.clip / 2 if isinstance(config.loss, GrpoLoss) else None
+        self.bound = _bound(config.loss) if isinstance(config.loss, GrpoLoss) else None
         batches: dict[int, list[int]] = defaultdict(list)
-        for row, number in enumerate(rows.table.column("micro_batch").to_pylist()):
+        for number, _, row in sorted(zip(*_drawn_as(rows), strict=True)):
             batches[number].append(row)
-        self.batches = [tuple(batch) for _, batch in sorted(batches.items())]
+        # Samples that left stay in their micro-batch, with weight 0, so that it is replayed as it was drawn.
+        self.batches = [tuple(batch) for batch in batches.values() if rows.weights[batch].any()]
 
-    def parts(self, epoch: int, steps: int) -> list[list[Unit]]:
-        """Whole micro-batches in a drawn order, evenly over the optimizer steps, each at all its steps."""
+    def parts(self, epoch: int) -> list[list[Unit]]:
+        """Whole micro-batches, each at all its steps, evenly over the optimizer steps; the order of prompts is drawn.
+
+        The micro-batches of a prompt stay together, so that their size does not change what a step learns from.
+        """
+        steps = self.config.steps
         if steps > len(self.batches):
             raise InputError(
                 f"{self.ctx.place}: steps is {steps}, but there are only {len(self.batches)} micro-batches; lower it, "
                 "or sample with a smaller micro_batch"
             )
-        generator = np.random.default_rng(seed_of(self.ctx.seed, self.ctx.iteration or 0, epoch, "order"))
-        order = generator.permutation(len(self.batches))
+        order = drawn_order(self.batches, lambda batch: self.rows.prompt_ids[batch[0]], self.ctx, epoch)
         return [
-            [Unit(self.batches[order[i]], step, epoch) for i in part for step in range(self.rows.ref.num_steps)]
-            for part in even_parts(len(order), steps)
+            [Unit(batch, step, epoch) for batch in part for step in range(self.rows.ref.num_steps)]
+            for part in even_parts(order, steps)
         ]
 
     def idle(self, unit: Unit) -> bool:
@@ -60,7 +59,7 @@ class Trajectory:
     def velocity(self, engine: Engine, unit: Unit) -> Tensor:
         """At the stored state before the unit's step."""
         given = self.rows.embeddings.of([self.rows.prompt_ids[row] for row in unit.rows], self.sampler.guided)
-        return engine.velocity(self._state(unit, 0), self._at("timestep", unit), given, self.rows.guidance_scale)
+        return engine.velocity(self._state(unit, 0), self._at("timestep", unit), given, self.sampler.guidance_scale)
 
     def terms(self, unit: Unit, velocity: Tensor, others: Others) -> LossTerms:
         """The policy-gradient loss of the step, plus the KL to the base."""
@@ -92,7 +91,17 @@ class Trajectory:
         return Point(self._at("sigma", unit), self._at("sigma_next", unit), self._at("sigma_max", unit))
 
     def _state(self, unit: Unit, offset: int) -> Tensor:
-        return self.states[list(unit.rows), unit.step + offset].to(self.rows.device)
+        return self.rows.tensor("states", unit.rows, unit.step + offset)
 
     def _at(self, name: str, unit: Unit) -> Tensor:
-        return self.columns[name][list(unit.rows), unit.step].to(self.rows.device)
+        return self.rows.tensor(name, unit.rows, unit.step)
+
+
+def _drawn_as(rows: Rows) -> tuple[list[int], list[int], range]:
+    """Micro-batch, place in it, and row of every sample."""
+    return (*(rows.table.column(name).to_pylist() for name in ("micro_batch", "index")), range(len(rows.table)))
+
+
+def _bound(loss: GrpoLoss) -> float:
+    low, high = loss.clip_range
+    return min(1 - low, high - 1) / 2

@@ -1,0 +1,206 @@
+"""Prompts to policy at tiny size through the real stages, in this process or, by `on_ranks`, in several."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.artifacts import AdvantagesTable, ConditioningTable, PolicyRef, PromptsTable, TrajectoryTable
+from schemas.contracts import (
+    EncodeConfig,
+    EncodeInputs,
+    SampleConfig,
+    SampleInputs,
+    SampleOutputs,
+    UpdateConfig,
+    UpdateInputs,
+    UpdateOutputs,
+)
+from schemas.engine import Resources
+from schemas.models import Sd3Model
+from schemas.seeds import seed_of
+from schemas.tables import advantages_schema, prompts_schema
+from stages import encode, sample, update
+from stages.context import StageContext
+from stages.engine.mesh import barrier, join
+from stages.engine.policy import Engine, resident
+from stages.models import Conditioning
+from stages.store import tables
+from stages.store.tables import TableWriter
+
+PROMPTS = ("two", "a b c", "one")
+SDE = {"kind": "flow_sde", "steps": 4, "eta": 0.7}
+ODE = {"kind": "ode", "steps": 3}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One small run; plain values, so that other ranks can be told as JSON."""
+
+    folder: str  # the model
+    directory: str
+    lora: int | None = 2
+    dtype: str = "float32"
+    sampler: dict[str, Any] = field(default_factory=lambda: dict(SDE))
+    weights: str = "raw"
+    per_prompt: int = 4
+    micro_batch: int = 2
+    shard_micro_batches: int = 2
+    update: dict[str, Any] = field(default_factory=lambda: {"loss": {"kind": "grpo", "clip": 1e-3}})
+    iterations: int = 1
+    flat: tuple[str, ...] = ()  # prompts whose samples all have advantage 0
+
+    @property
+    def model(self) -> Sd3Model:
+        lora = None if self.lora is None else {"rank": self.lora}
+        settings = {"path": self.folder, "max_sequence_length": 8, "lora": lora, "dtype": self.dtype}
+        return Sd3Model.model_validate(settings)
+
+    def context(self, node: str, iteration: int, residents: dict[str, object] | None = None) -> StageContext:
+        join("cpu")
+        directory = Path(self.directory) / f"{iteration:04d}" / node
+        directory.mkdir(parents=True, exist_ok=True)
+        return StageContext(
+            directory=directory,
+            node=node,
+            seed=7,
+            iteration=iteration,
+            resources=Resources(shard_micro_batches=self.shard_micro_batches),
+            micro_batch=self.micro_batch,
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            residents={} if residents is None else residents,
+        )
+
+    def prompts(self) -> PromptsTable:
+        ctx = self.context("prompts", 0)
+        writer = TableWriter(ctx.directory, "chosen", prompts_schema())
+        ids = [f"p{i}" for i in range(len(PROMPTS))]
+        if ctx.rank == 0:
+            writer.write(0, {"prompt_id": ids, "prompt": PROMPTS, "metadata": ["{}"] * len(ids)})
+        barrier()
+        return writer.ref(PromptsTable, 1).under(ctx.directory)
+
+    def conditioning(self, prompts: PromptsTable) -> ConditioningTable:
+        ctx = self.context("encode", 0)
+        out = encode.run(EncodeConfig(model=self.model), EncodeInputs(prompts=prompts), ctx)
+        return out.embeddings.under(ctx.directory)
+
+    def sample_config(self, **changes: Any) -> SampleConfig:
+        given = {"model": self.model, "sampler": self.sampler, "per_prompt": self.per_prompt, "weights": self.weights}
+        return SampleConfig.model_validate({**given, **changes})
+
+    def sample(
+        self, ctx: StageContext, policy: PolicyRef | None = None, config: SampleConfig | None = None
+    ) -> SampleOutputs:
+        prompts = self.prompts()
+        inputs = SampleInputs(prompts=prompts, conditioning=self.conditioning(prompts), policy=policy)
+        out = sample.run(config or self.sample_config(), inputs, ctx)
+        moved = {"samples": out.samples.under(ctx.directory), "trajectory": out.trajectory.under(ctx.directory)}
+        return out.model_copy(update=moved)
+
+    def advantages(self, trajectory: TrajectoryTable, ctx: StageContext) -> AdvantagesTable:
+        """Any numbers of mean 0 or so, from the sample's id."""
+        table = tables.read(trajectory)
+        ids, prompts = table.column("sample_id").to_pylist(), table.column("prompt_id").to_pylist()
+        values = [
+            0.0 if prompt in self.flat else (seed_of(i) % 2001 - 1000) / 500
+            for i, prompt in zip(ids, prompts, strict=True)
+        ]
+        return written_advantages(ids, values, ctx)
+
+    def update_config(self, **changes: Any) -> UpdateConfig:
+        optimizer = {"learning_rate": {"start": 1e-3}}
+        return UpdateConfig.model_validate({"model": self.model, "optimizer": optimizer, **self.update, **changes})
+
+    def update_once(
+        self,
+        trajectory: TrajectoryTable,
+        advantages: AdvantagesTable | None,
+        ctx: StageContext,
+        policy: PolicyRef | None = None,
+        config: UpdateConfig | None = None,
+    ) -> UpdateOutputs:
+        conditioning = self.conditioning(self.prompts())
+        inputs = UpdateInputs(trajectory=trajectory, conditioning=conditioning, advantages=advantages, policy=policy)
+        out = update.run(config or self.update_config(), inputs, ctx)
+        return out.model_copy(update={"policy": out.policy.under(ctx.directory)})
+
+    def run(
+        self, residents: dict[str, object] | None = None, first: int = 0, policy: PolicyRef | None = None
+    ) -> list[UpdateOutputs]:
+        """sample and update, `iterations` times."""
+        outs: list[UpdateOutputs] = []
+        for iteration in range(first, self.iterations):
+            drawn = self.sample(self.context("sample", iteration, residents), policy)
+            judged = self.advantages(drawn.trajectory, self.context("advantage", iteration))
+            ctx = self.context("update", iteration, residents)
+            outs.append(self.update_once(drawn.trajectory, judged, ctx, policy))
+            policy = outs[-1].policy
+        return outs
+
+    def engine(self, policy: PolicyRef | None = None) -> Engine:
+        engine = resident(self.context("engine", 0), self.model, None)
+        engine.load(policy)
+        return engine
+
+
+def written_advantages(ids: Sequence[str], values: Sequence[float | None], ctx: StageContext) -> AdvantagesTable:
+    writer = TableWriter(ctx.directory, "advantages", advantages_schema())
+    if ctx.rank == 0:
+        columns = {"sample_id": ids, "prompt_id": ["p"] * len(ids), "reward": values, "advantage": values}
+        writer.write(0, columns)
+    barrier()
+    return writer.ref(AdvantagesTable, 1).under(ctx.directory)
+
+
+def fixed_velocity(engine: Engine, name: str = "raw") -> Tensor:
+    """Velocity (6, ...) on inputs that are always the same."""
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(6, *engine.adapter.latent_shape(), generator=generator)
+    embeds = torch.randn(6, 16, 32, generator=generator)
+    pooled = torch.randn(6, 32, generator=generator)
+    times = torch.linspace(100, 900, 6)
+    with engine.weights.using(name), torch.no_grad():
+        return engine.velocity(latents, times, Conditioning({"embeds": embeds, "pooled": pooled}), 1.0)
+
+
+def on_ranks(chain: Chain, world_size: int) -> list[UpdateOutputs]:
+    """The chain on real processes over gloo."""
+    free = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    port = str(20000 + seed_of(chain.directory, os.getpid()) % 20000)
+    shared = {**free, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.stages.chain", json.dumps(asdict(chain))]
+    ranks = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(errors)
+    written = json.loads((Path(chain.directory) / "outs.json").read_text())
+    return [UpdateOutputs.model_validate(out) for out in written]
+
+
+def main() -> None:
+    chain = Chain(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    outs = chain.run({})
+    if os.environ["RANK"] == "0":
+        (Path(chain.directory) / "outs.json").write_text(json.dumps([out.model_dump(mode="json") for out in outs]))
+    barrier()
+
+
+if __name__ == "__main__":
+    main()
