@@ -5,7 +5,7 @@ where T5's tokens would: call the pipeline with `max_sequence_length=8`.
 """
 
 import string
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,16 +47,28 @@ def build_tokenizer() -> CLIPTokenizer:
     tokens = [*_SPECIAL.values(), *string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
     merges: list[tuple[str, str]] = []
     for word in words:
-        pieces = [*word[:-1], f"{word[-1]}</w>"]
-        for (left, _), right in zip(pairwise(accumulate(pieces)), pieces[1:], strict=True):
-            if (left, right) not in merges:
-                merges.append((left, right))
-                tokens.append(left + right)
+        left, *rest = _pieces(word, merges)
+        for right in rest:
+            merges.append((left, right))
+            left += right
+            tokens.append(left)
     given: dict[str, Any] = {  # wider than the tokenizer's own annotations
         "vocab": {token: i for i, token in enumerate(dict.fromkeys(tokens))},
         "merges": merges,
     }
     return CLIPTokenizer(**given, model_max_length=TEXT_TOKENS, **_SPECIAL)
+
+
+def _pieces(word: str, merges: Sequence[tuple[str, str]]) -> list[str]:
+    """The word as the merges so far leave it; later ones rank lower, so they change no earlier word."""
+    pieces = [*word[:-1], f"{word[-1]}</w>"]
+    for left, right in merges:
+        at = 0
+        while at < len(pieces) - 1:
+            if pieces[at] == left and pieces[at + 1] == right:
+                pieces[at : at + 2] = [left + right]
+            at += 1
+    return pieces
 
 
 def _transformer() -> SD3Transformer2DModel:

@@ -71,13 +71,13 @@ def test_prompts_are_apart(pipeline: StableDiffusion3Pipeline) -> None:
 
 
 def test_the_autoencoder_learns_and_normalises_its_latents() -> None:
-    vae = build_pipeline(0).vae
-    images = render_all([parse(text) for text in ALL] * 4, np.random.default_rng(0))
+    images = render_all([parse(text) for text in ALL], np.random.default_rng(0))
     seen: list[tuple[int, int, str]] = []
-    metrics = fit_autoencoder(vae, images, steps=30, seed=0, progress=lambda *done: seen.append(done))
-    plain = np.abs(images / 255.0 - np.median(images, axis=(0, 1, 2)) / 255.0).mean()
-    assert metrics["error"] < plain  # better than a picture of the background
-    assert seen[-1] == (30, 30, "steps")
+    start = fit_autoencoder(build_pipeline(0).vae, images, steps=1, seed=0, progress=lambda *_: None)
+    vae = build_pipeline(0).vae
+    metrics = fit_autoencoder(vae, images, steps=20, seed=0, progress=lambda *done: seen.append(done))
+    assert metrics["error"] < 0.8 * start["error"]
+    assert seen[-1] == (20, 20, "steps")
     with torch.no_grad():
         mean = vae.encode(to_signed(images), return_dict=False)[0].mean
     latents = (mean - vae.config["shift_factor"]) * vae.config["scaling_factor"]
