@@ -32,7 +32,7 @@ from stages.context import StageContext
 from stages.engine.mesh import barrier, join
 from stages.engine.policy import Engine, resident
 from stages.models import Conditioning
-from stages.store import tables
+from stages.store import tables, tensors
 from stages.store.tables import TableWriter
 
 PROMPTS = ("two", "a b c", "one")
@@ -159,6 +159,20 @@ def written_advantages(ids: Sequence[str], values: Sequence[float | None], ctx: 
         writer.write(0, columns)
     barrier()
     return writer.ref(AdvantagesTable, 1).under(ctx.directory)
+
+
+def first_gradient(policy: PolicyRef) -> dict[str, Tensor]:
+    """The gradient of the first optimizer step, by name: Adam's first moment after it is (1 - 0.9) g."""
+    assert policy.updates == 1
+    moments = tensors.load(Path(policy.path) / "optimizer.safetensors")
+    return {k.removeprefix("exp_avg."): v / 0.1 for k, v in moments.items() if k.startswith("exp_avg.")}
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm of `b`."""
+    assert a.keys() == b.keys()
+    off = torch.stack([(a[name].double() - b[name].double()).norm() for name in a]).norm()
+    return float(off / torch.stack([b[name].double().norm() for name in b]).norm())
 
 
 def fixed_velocity(engine: Engine, name: str = "raw") -> Tensor:
