@@ -87,7 +87,7 @@ class StageDirectory:
             _moved_aside(self.partial, self.path)
         if not self.partial.exists():
             self.partial.mkdir(parents=True)
-            write_text(mark, text)
+            mark.write_text(text)
         return self.partial
 
     def commit(self, record: StageRecord, contract: Contract) -> None:
@@ -95,8 +95,8 @@ class StageDirectory:
         if record.status == "done":
             _checked(record, contract, self.partial)
         (self.partial / CUT).unlink(missing_ok=True)
+        (self.partial / RECORD).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
         _sync_tree(self.partial)
-        write_text(self.partial / RECORD, record.model_dump_json(indent=2) + "\n")
         if self.path.exists():  # a folder without a record is no result
             _moved_aside(self.path, self.path)
         os.replace(self.partial, self.path)
@@ -172,7 +172,7 @@ def outputs_of(record: StageRecord, contract: Contract, directory: Path) -> Stag
 
 def write_request(directory: Path, request: StageRequest) -> None:
     """Leaves the order beside the outputs: ``python -m stages request.json`` runs it alone."""
-    write_text(directory / REQUEST, request.model_dump_json(indent=2) + "\n")
+    (directory / REQUEST).write_text(request.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -317,8 +317,6 @@ class FitAutoencoderConfig(StageConfig):
     """Makes the example's pipeline from a seed and fits its autoencoder to pictures."""
 
     steps: int = Field(default=2000, ge=1)
-    batch: int = Field(default=64, ge=1)
-    learning_rate: float = Field(default=2e-3, gt=0)
 
     def varies(self) -> frozenset[Varies]:
         """Weights and order come from the seed."""

@@ -162,7 +162,7 @@ def _turns(missing: list[int], ctx: StageContext) -> list[tuple[int, bool]]:
     """This rank's shards; a short rank repeats one and drops it, so that all make equally many model calls."""
     turns = -(-len(missing) // ctx.world_size)
     mine = [(index, True) for index in missing[ctx.rank :: ctx.world_size]]
-    return mine + [(missing[0], False)] * (turns - len(mine))
+    return mine if len(mine) == turns else [*mine, (missing[0], False)]
 
 
 def _draw(drawing: Drawing, batch: MicroBatch) -> Drawn:

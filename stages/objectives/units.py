@@ -75,4 +75,4 @@ def deal(units: Sequence[Unit], rank: int, world_size: int) -> list[tuple[Unit, 
     """This rank's units, and whether each counts: every rank makes equally many calls, padded by one of weight 0."""
     calls = -(-len(units) // world_size)
     mine = [(unit, True) for unit in units[rank::world_size]]
-    return mine + [(units[0], False)] * (calls - len(mine))
+    return mine if len(mine) == calls else [*mine, (units[0], False)]
