@@ -25,10 +25,12 @@ def run(config: RenderConfig, inputs: RenderInputs, ctx: StageContext) -> Render
     finished = writer.finished()
     for k in range(num_shards):
         if k not in finished:
-            span = range(k * _SHARD, min((k + 1) * _SHARD, len(prompts)))
-            rows = [_row(prompts[i], scenes[i], index, ctx) for i in span for index in range(config.per_prompt)]
+            rows: list[dict[str, object]] = []
+            for i in range(k * _SHARD, min((k + 1) * _SHARD, len(prompts))):
+                for index in range(config.per_prompt):
+                    rows.append(_row(prompts[i], scenes[i], index, ctx))
+                    ctx.progress(i * config.per_prompt + index + 1, len(prompts) * config.per_prompt, "pictures")
             writer.write(k, {name: [row[name] for row in rows] for name in rows[0]})
-        ctx.progress(k + 1, num_shards, "shards")
     samples = writer.ref(SamplesTable, num_shards)
     return RenderOutputs(samples=samples, metrics={"pictures": samples.rows})
 

@@ -122,7 +122,7 @@ def test_a_killed_worker_is_lost(local: LocalLauncher, prompts: StageRequest, tm
 def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageRequest) -> None:
     workers = LocalLauncher(Resources(), tmp_path / "logs", retries=1)
     try:
-        request = long_request(tmp_path, workers, prompts, 4_000)
+        request = long_request(tmp_path, workers, prompts, 200)
         said: list[str] = []
 
         def kill_once(done: int, total: int, unit: str) -> None:
@@ -132,7 +132,7 @@ def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageReques
                 for pid in workers_of(os.getpid()):
                     os.kill(pid, signal.SIGKILL)
 
-        assert workers.run(request, kill_once)["samples"]["rows"] == 8_000
+        assert workers.run(request, kill_once)["samples"]["rows"] == 400
         assert len(said) == 1
         assert "trying again on fresh workers" in said[0]
     finally:
