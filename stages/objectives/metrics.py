@@ -7,15 +7,15 @@ from torch import Tensor
 
 from stages.engine.mesh import total
 
-_NAMES = {
+_NAMES = {  # those that a run's progress line should show come first
     "loss": "train/loss",
     "kl": "train/kl",
-    "ratio": "train/ratio_mean",
-    "clipped": "train/clip_fraction",
-    "approx_kl": "train/approx_kl",
-    "old_distance": "train/old_distance",
     "norm": "train/grad_norm",
+    "clipped": "train/clip_fraction",
+    "ratio": "train/ratio_mean",
+    "old_distance": "train/old_distance",
     "rate": "train/learning_rate",
+    "approx_kl": "train/approx_kl",
     "rms_over_eps": "train/grad_rms_over_eps",
 }
 _SUMMED = ("loss", "kl", "ratio", "clipped", "approx_kl", "old_distance")
@@ -87,15 +87,15 @@ class UpdateMetrics:
 
     def named(self) -> dict[str, float]:
         """The field's names; means over the optimizer steps."""
-        out = {_NAMES[name]: self._mean(name) for name in {key for step in self.steps for key in step}}
+        have = {key for step in self.steps for key in step}
+        out = {"train/loss": 0.0, **{public: self._mean(name) for name, public in _NAMES.items() if name in have}}
         out |= {"train/skipped_units": float(self.skipped), "train/optimizer_steps": float(len(self.steps))}
-        out.setdefault("train/loss", 0.0)
         if "train/ratio_mean" in out:
             out |= {"train/ratio_max_deviation": self.deviation, "train/log_prob_noise": self.noise or 0.0}
             if len(self.steps) > 1:
                 first = enumerate(self.steps[:_APART])
                 out |= {f"train/ratio_mean/{i}": step["ratio"] for i, step in first if "ratio" in step}
-        return dict(sorted(out.items()))
+        return out
 
     def _mean(self, name: str) -> float:
         values = [step[name] for step in self.steps if name in step]
