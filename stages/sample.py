@@ -21,7 +21,7 @@ from schemas.sampling import FlowSdeSampler
 from schemas.tables import samples_schema, trajectory_schema
 from stages.context import StageContext
 from stages.engine.embeddings import NEGATIVE, Embeddings
-from stages.engine.mesh import barrier, total
+from stages.engine.mesh import barrier, first_of, total
 from stages.engine.policy import Engine, resident
 from stages.models import NoiseSchedule
 from stages.sde.loop import Rollout, denoise
@@ -166,11 +166,14 @@ def _turns(missing: list[int], ctx: StageContext) -> list[tuple[int, bool]]:
 
 
 def _draw(drawing: Drawing, batch: MicroBatch) -> Drawn:
-    engine, sampler = drawing.engine, drawing.config.sampler
+    """One micro-batch. A rank whose numbers are not finite still makes all its model calls; then all ranks stop."""
+    engine, sampler, num_calls, drawn, problem = drawing.engine, drawing.config.sampler, 0, None, ""
     shape = engine.adapter.latent_shape()
     given = drawing.embeddings.of([batch.prompt_id] * len(batch.indices), sampler.guided)
 
     def velocity(latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
         return engine.velocity(latents, timesteps, given, sampler.guidance_scale)
 
     def step_noise(step: int) -> torch.Tensor:
@@ -182,10 +185,16 @@ def _draw(drawing: Drawing, batch: MicroBatch) -> Drawn:
         rollout = denoise(
             velocity, sampler, drawing.schedule, noise, step_noise, drawing.window, _DTYPES[drawing.storage]
         )
-        return Drawn(batch, rollout, images.to_uint8(engine.adapter.decode(rollout.latents, engine.device)))
+        drawn = Drawn(batch, rollout, images.to_uint8(engine.adapter.decode(rollout.latents, engine.device)))
     except NonFinite as error:
         who = f"samples {batch.sample_ids} of prompt {batch.prompt!r}"
-        raise NonFinite(f"{drawing.ctx.place}: {error}; the batch was {who}") from error
+        problem = f"{drawing.ctx.place}: {error}; the batch was {who}"
+        for timestep in drawing.schedule.timesteps[num_calls:]:
+            velocity(noise, timestep.to(noise.device).expand(len(noise)))
+    problem = first_of(problem)
+    if drawn is None or problem:
+        raise NonFinite(problem)
+    return drawn
 
 
 def _seeds(drawing: Drawing, batch: MicroBatch) -> list[int]:

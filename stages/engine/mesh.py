@@ -47,10 +47,25 @@ def total(values: Tensor, largest: bool = False) -> Tensor:
 
 
 def from_first(text: str) -> str:
-    """Rank 0's text (at most 256 bytes of ASCII) on every rank, as numbers: nothing is pickled."""
+    """Rank 0's text (at most 256 bytes of ASCII) on every rank."""
+    return _from(0, text, 256)
+
+
+def first_of(text: str) -> str:
+    """The text (cut to 2,000 characters) of the lowest rank that has one, on every rank; empty when none has."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
-    data = torch.zeros(256, dtype=torch.int64)
-    data[: len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
-    dist.broadcast(data, 0)
+    waiting = torch.tensor([dist.get_world_size() - dist.get_rank() if text else 0])
+    first = dist.get_world_size() - int(total(waiting, largest=True))
+    return "" if first == dist.get_world_size() else _from(first, text[:2000], 2000)
+
+
+def _from(rank: int, text: str, size: int) -> str:
+    """One rank's text on every rank, as numbers: nothing is pickled."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    data = torch.zeros(size, dtype=torch.int64)
+    if dist.get_rank() == rank:
+        data[: len(text)] = torch.tensor([ord(c) for c in text], dtype=torch.int64)
+    dist.broadcast(data, rank)
     return "".join(chr(c) for c in data.tolist() if c)

@@ -24,9 +24,10 @@ from schemas.contracts import (
     UpdateOutputs,
 )
 from schemas.engine import Resources
+from schemas.errors import RewardflowError
 from schemas.models import Sd3Model
 from schemas.seeds import seed_of
-from schemas.tables import advantages_schema, prompts_schema
+from schemas.tables import advantages_schema, prompts_schema, trajectory_schema
 from stages import encode, sample, update
 from stages.context import StageContext
 from stages.engine.mesh import barrier, join
@@ -56,6 +57,8 @@ class Chain:
     update: dict[str, Any] = field(default_factory=lambda: {"loss": {"kind": "grpo", "clip": 1e-3}})
     iterations: int = 1
     flat: tuple[str, ...] = ()  # prompts whose samples all have advantage 0
+    first: int = 0  # iteration
+    given: dict[str, Any] = field(default_factory=dict)  # refs made elsewhere: policy, conditioning, trajectory
 
     @property
     def model(self) -> Sd3Model:
@@ -89,6 +92,8 @@ class Chain:
         return writer.ref(PromptsTable, 1).under(ctx.directory)
 
     def conditioning(self, prompts: PromptsTable) -> ConditioningTable:
+        if "conditioning" in self.given:
+            return ConditioningTable.model_validate(self.given["conditioning"])
         ctx = self.context("encode", 0)
         out = encode.run(EncodeConfig(model=self.model), EncodeInputs(prompts=prompts), ctx)
         return out.embeddings.under(ctx.directory)
@@ -133,16 +138,17 @@ class Chain:
         out = update.run(config or self.update_config(), inputs, ctx)
         return out.model_copy(update={"policy": out.policy.under(ctx.directory)})
 
-    def run(
-        self, residents: dict[str, object] | None = None, first: int = 0, policy: PolicyRef | None = None
-    ) -> list[UpdateOutputs]:
-        """sample and update, `iterations` times."""
+    def run(self, residents: dict[str, object] | None = None) -> list[UpdateOutputs]:
+        """sample and update from iteration `first` on, until there are `iterations`."""
         outs: list[UpdateOutputs] = []
-        for iteration in range(first, self.iterations):
-            drawn = self.sample(self.context("sample", iteration, residents), policy)
-            judged = self.advantages(drawn.trajectory, self.context("advantage", iteration))
-            ctx = self.context("update", iteration, residents)
-            outs.append(self.update_once(drawn.trajectory, judged, ctx, policy))
+        policy = PolicyRef.model_validate(self.given["policy"]) if "policy" in self.given else None
+        for iteration in range(self.first, self.iterations):
+            if "trajectory" in self.given:
+                trajectory = TrajectoryTable.model_validate(self.given["trajectory"])
+            else:
+                trajectory = self.sample(self.context("sample", iteration, residents), policy).trajectory
+            judged = self.advantages(trajectory, self.context("advantage", iteration))
+            outs.append(self.update_once(trajectory, judged, self.context("update", iteration, residents), policy))
             policy = outs[-1].policy
         return outs
 
@@ -159,6 +165,24 @@ def written_advantages(ids: Sequence[str], values: Sequence[float | None], ctx: 
         writer.write(0, columns)
     barrier()
     return writer.ref(AdvantagesTable, 1).under(ctx.directory)
+
+
+def rewritten(
+    trajectory: TrajectoryTable, directory: Path, order: Sequence[int] = (), **columns: Any
+) -> TrajectoryTable:
+    """The same samples in another order or with other columns."""
+    table = tables.read(trajectory)
+    rows = list(order) or list(range(len(table)))
+    schema = trajectory_schema(trajectory.latent_shape, trajectory.num_steps)
+    shaped = {"latents", "states", "step_index", "sigma", "sigma_next", "sigma_max", "timestep", "log_prob"}
+    given: dict[str, Any] = {
+        name: tables.tensors(table, name, rows) if name in shaped else table.column(name).take(rows).to_pylist()
+        for name in schema.names
+    }
+    writer = TableWriter(directory, "rewritten", schema)
+    writer.write(0, {**given, **columns})
+    facts = {name: getattr(trajectory, name) for name in ("latent_shape", "num_steps", "sampler", "policy", "weights")}
+    return writer.ref(TrajectoryTable, 1, **facts).under(directory)
 
 
 def first_gradient(policy: PolicyRef) -> dict[str, Tensor]:
@@ -186,13 +210,13 @@ def fixed_velocity(engine: Engine, name: str = "raw") -> Tensor:
         return engine.velocity(latents, times, Conditioning({"embeds": embeds, "pooled": pooled}), 1.0)
 
 
-def on_ranks(chain: Chain, world_size: int) -> list[UpdateOutputs]:
-    """The chain on real processes over gloo."""
+def on_ranks(chains: Sequence[Chain], world_size: int) -> None:
+    """The chains, one after the other, on real processes over gloo; each leaves what `outcome` reads."""
     free = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    port = str(20000 + seed_of(chain.directory, os.getpid()) % 20000)
+    port = str(20000 + seed_of(chains[0].directory, os.getpid()) % 20000)
     shared = {**free, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.stages.chain", json.dumps(asdict(chain))]
+    command = [sys.executable, "-m", "tests.stages.chain", json.dumps([asdict(chain) for chain in chains])]
     ranks = [
         subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(world_size)
@@ -202,18 +226,26 @@ def on_ranks(chain: Chain, world_size: int) -> list[UpdateOutputs]:
     finally:
         for rank in ranks:
             rank.kill()
+            rank.communicate()
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(errors)
-    written = json.loads((Path(chain.directory) / "outs.json").read_text())
-    return [UpdateOutputs.model_validate(out) for out in written]
+
+
+def outcome(chain: Chain, rank: int) -> list[UpdateOutputs] | str:
+    """What `on_ranks` left of a chain on one rank: outputs, or the error that ended it."""
+    written = json.loads((Path(chain.directory) / f"rank-{rank}.json").read_text())
+    return written if isinstance(written, str) else [UpdateOutputs.model_validate(out) for out in written]
 
 
 def main() -> None:
-    chain = Chain(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    outs = chain.run({})
-    if os.environ["RANK"] == "0":
-        (Path(chain.directory) / "outs.json").write_text(json.dumps([out.model_dump(mode="json") for out in outs]))
-    barrier()
+    for told in json.loads(sys.argv[1]):
+        chain = Chain(**told)
+        try:
+            written: object = [out.model_dump(mode="json") for out in chain.run({})]
+        except RewardflowError as error:
+            written = f"{type(error).__name__}: {error}"
+        (Path(chain.directory) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(written))
+        barrier()
 
 
 if __name__ == "__main__":

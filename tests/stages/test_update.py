@@ -1,7 +1,6 @@
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from schemas.artifacts import PolicyRef, TrajectoryTable
 from schemas.contracts import UpdateOutputs
 from schemas.errors import InputError, NonFinite, RunError
 from schemas.losses import LearningRate
-from schemas.tables import trajectory_schema
 from stages.store import tables, tensors
-from stages.store.tables import TableWriter
-from tests.stages.chain import ODE, SDE, Chain, distance, first_gradient, written_advantages
+from tests.stages.chain import ODE, SDE, Chain, distance, first_gradient, rewritten, written_advantages
 
 GRPO = {"loss": {"kind": "grpo", "clip": 1e-3}}
 NFT = {"loss": {"kind": "nft"}}
@@ -35,24 +32,6 @@ def base(made: Chain) -> dict[str, torch.Tensor]:
     """The trainable weights before any update."""
     weights = made.engine().weights
     return weights.full(weights.start)
-
-
-def rewritten(
-    trajectory: TrajectoryTable, directory: Path, order: Sequence[int] = (), **columns: Sequence[Any]
-) -> TrajectoryTable:
-    """The same samples in another order or with other columns."""
-    table = tables.read(trajectory)
-    rows = list(order) or list(range(len(table)))
-    schema = trajectory_schema(trajectory.latent_shape, trajectory.num_steps)
-    shaped = {"latents", "states", "step_index", "sigma", "sigma_next", "sigma_max", "timestep", "log_prob"}
-    given: dict[str, Any] = {
-        name: tables.tensors(table, name, rows) if name in shaped else table.column(name).take(rows).to_pylist()
-        for name in schema.names
-    }
-    writer = TableWriter(directory, "rewritten", schema)
-    writer.write(0, {**given, **columns})
-    facts = {name: getattr(trajectory, name) for name in ("latent_shape", "num_steps", "sampler", "policy", "weights")}
-    return writer.ref(TrajectoryTable, 1, **facts).under(directory)
 
 
 def updated(chain: Chain, trajectory: TrajectoryTable, node: str = "update", **config: Any) -> UpdateOutputs:
@@ -86,7 +65,8 @@ def test_a_warm_run_a_cold_run_and_a_resumed_run_are_equal(
     assert [out.policy.digest for out in warm] == [out.policy.digest for out in cold]
     assert [out.metrics for out in warm] == [out.metrics for out in cold]
     shutil.copytree(tmp_path / "warm" / "0000", tmp_path / "resumed" / "0000")
-    resumed = chain(sd3_folder, tmp_path / "resumed", **settings).run({}, first=1, policy=warm[0].policy)
+    given = {"policy": warm[0].policy.model_dump()}
+    resumed = chain(sd3_folder, tmp_path / "resumed", **settings, first=1, given=given).run({})
     assert [out.policy.digest for out in resumed] == [out.policy.digest for out in warm[1:]]
     assert len({out.policy.digest for out in warm}) == 3
 
