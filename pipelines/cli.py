@@ -3,9 +3,11 @@
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
@@ -30,7 +32,7 @@ runs/NAME/ITERATION/STAGE, with its request, its outputs (Arrow tables, safetens
 and a record. A folder is complete or not there, so a run may be stopped at any
 moment, even by kill -9, and started again.
 
-exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C
+exit codes: 0 done, 1 the run failed, 2 the input is wrong, 130 stopped by Ctrl-C or SIGTERM
 """
 _SET = """\
 set a field of the flow, again and again if you like. PATH begins at a node (sample.per_prompt), at a field of the
@@ -114,6 +116,8 @@ def _run(arguments: argparse.Namespace) -> int:
     run_name = arguments.flow if arguments.run_name is None else arguments.run_name
     if not re.fullmatch(r"\w[\w.-]*", run_name):
         raise UserError(f"--as: a run's name has letters, digits, '.', '_' and '-', got {run_name!r}")
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
     for warning in plan.warnings:
         print(f"rewardflow: warning: {warning}", file=sys.stderr)
     if arguments.plain:
@@ -125,6 +129,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
         run_flow(plan, run_name, arguments.runs, arguments.set, on_change=arguments.on_change)
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Winds up the run; a second Ctrl-C does not wait for that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -10,21 +10,24 @@ import os
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+os.environ.setdefault("PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL", "CRITICAL")
 
-import subprocess
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import Flow, Task, flow, get_run_logger
+import httpx
+from prefect import Flow, Task, flow, get_client, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import refresh_global_settings_context
+from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
-from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -38,26 +41,48 @@ from pipelines.plan import Plan
 from pipelines.report import Report
 from pipelines.run import BRANCHES, run_in, say_aloud
 from pipelines.rundir import Address
-from schemas.errors import RunError, WorkerLost
-
-_SERVER_PATIENCE = 120  # seconds; Prefect's own 20 are too few on a busy machine
+from pipelines.server import begin_server
+from schemas.errors import RunError, UserError, WorkerLost
 
 
 def run_flow(
     plan: Plan, run_name: str, runs_dir: Path, sets: Sequence[str] = (), *, on_change: OnChange = "stop"
 ) -> Path:
     """Runs a plan as a Prefect flow run called `run_name`; errors come out as they were raised."""
-    if not PREFECT_API_URL.value() and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-        say_aloud("starting Prefect (about 10 s; --plain runs without it, PREFECT_API_URL names a running server)")
-        _begin_server()
     directory = runs_dir / run_name
+    _reach_server(directory / "logs" / "prefect.log")
 
     def compiled(_: Sequence[str]) -> Plan:
         return plan
 
     built = _flow(plan.flow, plan.description, compiled, lambda _: directory, on_change, run_name, print_too=True)
-    built(run=run_name, sets=list(sets))
+    try:
+        built(run=run_name, sets=list(sets))
+    except TerminationSignal as signal:
+        raise KeyboardInterrupt from signal
+    except (httpx.HTTPError, PrefectException) as error:
+        message = f"Prefect's server at {PREFECT_API_URL.value()} failed: {type(error).__name__}: {error}"
+        raise RunError(f"{message}; the same command goes on from the last finished stage") from error
     return directory
+
+
+def _reach_server(log: Path) -> None:
+    """The server that PREFECT_API_URL or Prefect's profile names, else one of our own."""
+    # A server that goes away is told once, by us.
+    logging.raiseExceptions = False
+    url = PREFECT_API_URL.value()
+    if url:
+        with get_client(sync_client=True) as client:
+            error = client.api_healthcheck()
+        if error is not None:
+            message = f"no Prefect server answers at {url} (PREFECT_API_URL): {error}"
+            raise UserError(f"{message}; start it with `prefect server start`, or run with --plain")
+        return
+    if not PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+        raise UserError("PREFECT_API_URL names no server and Prefect may not start one of its own; run with --plain")
+    say_aloud("starting Prefect (about 10 s; --plain runs without it, PREFECT_API_URL names a running server)")
+    os.environ["PREFECT_API_URL"] = begin_server(log)
+    refresh_global_settings_context()
 
 
 def flow_of(name: str, file: Path) -> Flow[..., str]:
@@ -107,8 +132,7 @@ class TaskCaller:
     """Each stage run a task, named as in `sample[3]`, after the tasks it reads from."""
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        self._stage = partial(_stage, plan.resources.retries, say)
-        self._tasks = {node.name: _task(self._stage, node.name, plan.resources.retries) for node in plan.nodes.values()}
+        self._tasks = {node.name: _task(node.name, plan.resources.retries, say) for node in plan.nodes.values()}
         self._begun: dict[Address, PrefectFuture[Any]] = {}
 
     def submit(self, address: Address, upstream: Sequence[Address], work: Callable[[], Outcome]) -> "Future[Outcome]":
@@ -130,32 +154,22 @@ class TaskCaller:
                 del self._begun[address]
 
 
-def _task(stage: Callable[..., Any], name: str, retries: int) -> Task[..., Any]:
-    return Task(
-        stage,
-        name=name,
-        retries=retries,
-        retry_condition_fn=_lost,
-        cache_policy=NO_CACHE,
-        persist_result=False,
-        log_prints=False,
-    )
+def _task(name: str, retries: int, say: Callable[[str], None]) -> Task[..., Any]:
+    def stage(work: Callable[[], Outcome], done: list[Outcome]) -> State[Any] | None:
+        """Runs it; the state's name tells reused and skipped from computed."""
+        try:
+            outcome = work()
+        except WorkerLost as error:
+            if (task_run.run_count or 1) <= retries:
+                say(f"{error}; trying again on fresh workers")
+            raise
+        done.append(outcome)
+        if outcome.state == "done":
+            return None
+        return Completed(name=outcome.state.capitalize(), message=outcome.note or None)
 
-
-def _stage(
-    retries: int, say: Callable[[str], None], work: Callable[[], Outcome], done: list[Outcome]
-) -> State[Any] | None:
-    """Body of every task: the state's name tells reused and skipped from computed."""
-    try:
-        outcome = work()
-    except WorkerLost as error:
-        if (task_run.run_count or 1) <= retries:
-            say(f"{error}; trying again on fresh workers")
-        raise
-    done.append(outcome)
-    if outcome.state == "done":
-        return None
-    return Completed(name=outcome.state.capitalize(), message=outcome.note or None)
+    options: dict[str, Any] = {"retries": retries, "retry_condition_fn": _lost}
+    return Task(stage, name=name, cache_policy=NO_CACHE, persist_result=False, log_prints=False, **options)
 
 
 def _lost(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -179,18 +193,6 @@ def _show(plan: Plan, directory: Path, result: Report) -> None:
     places = "\n".join(f"- {name}: `{path}`" for name, path in result.paths.items())
     text = "\n\n".join(filter(None, [f"Run directory: `{directory}`", result.text, places]))
     create_markdown_artifact(text, key=f"{plan.flow}-summary".replace("_", "-"), description=plan.description)
-
-
-def _begin_server() -> None:
-    """Starts Prefect's own short-lived server, and a watcher that ends it should this process be killed."""
-    server = SubprocessASGIServer()
-    server.start(timeout=_SERVER_PATIENCE)
-    if server.server_process is not None:
-        watch = ["sh", "-c", 'read -r _; kill "$0" 2>/dev/null', str(server.server_process.pid)]
-        _WATCHERS.append(subprocess.Popen(watch, stdin=subprocess.PIPE))
-
-
-_WATCHERS: list["subprocess.Popen[bytes]"] = []  # kept: its end of the pipe must live as long as we do
 
 
 def __getattr__(name: str) -> Flow[..., str]:

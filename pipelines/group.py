@@ -103,12 +103,12 @@ class Group:
         """Outputs of rank 0."""
         with self._busy:
             if self.closed:
-                raise WorkerLost(f"the {self.name} workers have been ended")
+                raise RunError(f"{_place(request)} was stopped")
             if not self._ranks:
                 self._ranks = self._starter.submit(self._start).result()
                 if self.closed:  # meanwhile
                     self._end(grace=0)
-                    raise WorkerLost(f"the {self.name} workers have been ended")
+                    raise RunError(f"{_place(request)} was stopped")
             line = (request.model_dump_json() + "\n").encode()
             for rank in self._ranks:
                 rank.send(line)
@@ -116,10 +116,12 @@ class Group:
                 return self._collect(request, list(self._ranks), progress)
             except BaseException:
                 self._end(grace=0)
+                if self.closed:
+                    raise RunError(f"{_place(request)} was stopped") from None
                 raise
 
     def close(self) -> None:
-        """Ends the workers, also amid a request, which then raises WorkerLost."""
+        """Ends the workers, also amid a request, which then raises RunError."""
         self.closed = True
         self._end(grace=_FAREWELL)
 
@@ -171,7 +173,7 @@ class Group:
     def _start(self) -> list[Rank]:
         self.logs.mkdir(parents=True, exist_ok=True)
         self._replies = queue.Queue()
-        port = _free_port()
+        port = free_port()
         return [self._spawn(rank, port) for rank in range(self.size.ranks)]
 
     def _spawn(self, rank: int, port: int) -> Rank:
@@ -243,7 +245,8 @@ def _environment(size: Size, rank: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

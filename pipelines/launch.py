@@ -1,6 +1,7 @@
 """Where stages are computed: one seam, `Launcher`, and its two ends - this process, or warm worker processes here."""
 
 import importlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,10 +41,12 @@ class InlineLauncher:
     def __init__(self) -> None:
         # By name: only this launcher brings torch into the foreman's process.
         self._worker = importlib.import_module("stages.worker").Worker()
+        self._busy = threading.Lock()  # the worker's weights are one set, branches of the plan are many
 
     def run(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
         """Calls the stage."""
-        return self._worker.perform(request, progress)
+        with self._busy:
+            return self._worker.perform(request, progress)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -69,8 +72,6 @@ class LocalLauncher:
             try:
                 return group.run(request, progress)
             except WorkerLost as error:
-                if group.closed:
-                    raise
                 progress(0, 0, f"{error}; trying again on fresh workers")
         return group.run(request, progress)
 

@@ -52,9 +52,9 @@ class Lines:
             now = time.monotonic()
             if not total:  # a remark, not a count
                 self.note(f"{_where(address)} {unit}")
-            elif now - told >= SPARSE:
+            elif now - told >= SPARSE and done < total:
                 told = now
-                self.note(f"{_where(address)} {done}/{total} {unit}  {done / (now - begun):.1f}/s")
+                self.note(f"{_where(address)} {done}/{total} {unit}  {_pace(done, now - begun)}")
 
         return tick
 
@@ -78,6 +78,10 @@ def main_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _pace(done: int, seconds: float) -> str:
+    return f"{done / seconds:.1f}/s" if done >= seconds or not done else f"{seconds / done:.1f} s each"
 
 
 def _where(address: Address) -> str:

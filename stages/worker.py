@@ -111,6 +111,8 @@ def main() -> None:
     parser.add_argument("--replies", type=int, required=True, help="file descriptor of the pipe for replies")
     parser.add_argument("--parent", type=int, required=True, help="process to die with")
     arguments = parser.parse_args()
+    # Ctrl-C reaches all processes of a terminal; the launcher alone decides what comes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(arguments.parent)
     os.set_inheritable(arguments.replies, False)
     lines: queue.Queue[str] = queue.Queue()

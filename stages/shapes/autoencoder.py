@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def _fit(vae: AutoencoderKL, images: NDArray[np.uint8], steps: int, progress: Pr
     for step in range(steps):
         batch = to_signed(images[torch.randint(len(images), (min(_BATCH, len(images)),)).numpy()])
         posterior = vae.encode(batch, return_dict=False)[0]
-        decoded = vae.decode(posterior.sample(), return_dict=False)[0]
+        decoded = _decoded(vae, posterior.sample())
         loss = (decoded - batch).abs().mean() + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -67,6 +67,10 @@ def _fit(vae: AutoencoderKL, images: NDArray[np.uint8], steps: int, progress: Pr
     return value
 
 
+def _decoded(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    return vae.decode(latents, return_dict=False)[0]  # pyright: ignore[reportArgumentType]  # any device's Tensor
+
+
 def _rate(step: int, steps: int) -> float:
     """Factor on the learning rate: warm-up, then half a cosine down to a hundredth."""
     fall = 0.5 * (1.0 + np.cos(np.pi * step / steps))
@@ -78,7 +82,7 @@ def _set_factors(vae: AutoencoderKL, images: NDArray[np.uint8]) -> dict[str, flo
     means, errors = [], []
     for chunk in to_signed(images[:2048]).split(256):
         mean = vae.encode(chunk, return_dict=False)[0].mean
-        errors.append((vae.decode(mean, return_dict=False)[0].clamp(-1, 1) - chunk).abs().mean((1, 2, 3)) / 2)
+        errors.append((_decoded(vae, mean).clamp(-1, 1) - chunk).abs().mean((1, 2, 3)) / 2)
         means.append(mean)
     latents = torch.cat(means)
     shift, scaling = float(latents.mean()), 1.0 / float(latents.std())

@@ -67,7 +67,8 @@ def check(images: NDArray[np.uint8], scenes: Sequence[Scene]) -> Verdict:
 def find(images: NDArray[np.uint8]) -> Objects:
     """The objects in the pictures (pictures, height, width, 3), in order of picture."""
     ink = np.linalg.norm(images - _BACKGROUND, axis=-1)
-    labels: NDArray[np.int32] = ndimage.label(ink > _INK, structure=_IN_PLANE)[0]  # pyright: ignore[reportIndexIssue]
+    labels = np.zeros(ink.shape, dtype=np.int32)
+    ndimage.label(ink > _INK, structure=_IN_PLANE, output=labels)
     sizes = np.bincount(labels.ravel())
     kept = np.flatnonzero(sizes >= _SPECK)
     kept = kept[kept > 0]
