@@ -13,7 +13,7 @@ from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.load import load
 from pipelines.plan import Plan
-from schemas.errors import RewardflowError, UserError
+from schemas.errors import RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
 Post-trains diffusion and flow-matching models with reinforcement learning.
@@ -54,6 +54,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"rewardflow: {error}", file=sys.stderr)
         return 2
+    except ServerLost as error:
+        print(f"rewardflow: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # an ordinary exit would try for minutes to hand Prefect's last events to the server that is gone
     except RewardflowError as error:
         print(f"rewardflow: {error}", file=sys.stderr)
         return 1

@@ -42,7 +42,7 @@ from pipelines.report import Report
 from pipelines.run import BRANCHES, run_in, say_aloud
 from pipelines.rundir import Address
 from pipelines.server import begin_server
-from schemas.errors import RunError, UserError, WorkerLost
+from schemas.errors import RunError, ServerLost, UserError, WorkerLost
 
 
 def run_flow(
@@ -62,7 +62,7 @@ def run_flow(
         raise KeyboardInterrupt from signal
     except (httpx.HTTPError, PrefectException) as error:
         message = f"Prefect's server at {PREFECT_API_URL.value()} failed: {type(error).__name__}: {error}"
-        raise RunError(f"{message}; the same command goes on from the last finished stage") from error
+        raise ServerLost(f"{message}; the same command goes on from the last finished stage") from error
     return directory
 
 

@@ -9,7 +9,8 @@ RewardflowError
     ├── NonFinite        NaN or infinity: names stage, iteration and sample
     ├── StageFailed      a stage raised; carries rank and traceback of the worker
     ├── WorkerLost       a worker died or went silent: worth a retry on fresh workers
-    └── Collapsed        a guard of the loop stopped the run
+    ├── Collapsed        a guard of the loop stopped the run
+    └── ServerLost       Prefect's server went away
 """
 
 import difflib
@@ -59,6 +60,10 @@ class WorkerLost(RunError):
 
 class Collapsed(RunError):
     """A guard of the loop stopped the run."""
+
+
+class ServerLost(RunError):
+    """Prefect's server went away."""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
