@@ -55,12 +55,17 @@ def config_class(name: str, python_path: Sequence[str]) -> type[BaseModel]:
     """The class ``module:Name``; `python_path` is appended to the end of sys.path, so that it hides nothing."""
     module_name, _, class_name = name.partition(":")
     sys.path += [folder for folder in python_path if folder not in sys.path]
+    loaded = "torch" in sys.modules
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         where = ", ".join(python_path) or "none"
         remedy = f"its folder must be in `python_path` (now: {where}) or installed, and it must import without torch"
         raise UserError(f"cannot import {module_name!r} ({type(error).__name__}: {error}); {remedy}") from error
+    if "torch" in sys.modules and not loaded:
+        raise UserError(
+            f"{module_name!r} loads torch, and every `plan` would wait for it; keep settings in a file of their own"
+        )
     found = vars(module).get(class_name)
     if not (isinstance(found, type) and issubclass(found, BaseModel)):
         raise UserError(f"{module_name!r} has no pydantic class {class_name!r}; derive one from schemas.strict.Strict")

@@ -4,6 +4,7 @@ A node in flows.yaml names fields of its stage's Config and Inputs side by side;
 such as ``sample.samples``. Raise `version` when a stage computes something else from the same request.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -162,6 +163,11 @@ class ScoreConfig(StageConfig):
         taken = {"sample_id", "prompt_id"} & set(self.rewards)
         if taken:
             raise ValueError(f"a reward cannot be called {sorted(taken)[0]!r}: the table has that column")
+        strange = [name for name in self.rewards if not re.fullmatch(r"[A-Za-z][\w-]*", name)]
+        if strange:
+            raise ValueError(
+                f"the reward's name {strange[0]!r} becomes a column and a metric: use letters, digits, _ and -"
+            )
         return self
 
 

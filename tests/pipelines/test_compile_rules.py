@@ -1,6 +1,7 @@
 """Rules between nodes: weights, losses, advantages, and users' own rewards."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from schemas.errors import FlowFileError
 from schemas.rewards import ExternalReward
 
 Write = Callable[..., Path]
+ROOT = Path(__file__).parents[2]
 GRPO = "loss: {kind: grpo, clip: 1e-4}"
 NFT = "loss: {kind: nft}"
 SDE = "sampler: {kind: flow_sde, steps: 6}"
@@ -255,3 +257,12 @@ def test_external_mistakes(
 def test_an_entry_without_config_takes_no_settings(flow_file: Write) -> None:
     file = external_file(flow_file, (", config: 'house_configs:MineConfig'", ""))
     assert "names no config class, so the reward takes no settings" in refused(file)
+
+
+def test_a_config_module_that_loads_torch(flow_file: Write) -> None:
+    file = external_file(flow_file, config="import torch\n" + CONFIG, module="m_torch")
+    # In a process of its own: this one has torch already.
+    command = [sys.executable, "-m", "pipelines.cli", "plan", "small", "--file", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "external.mine.config: 'm_torch' loads torch" in done.stderr

@@ -131,6 +131,12 @@ def test_a_reward_cannot_take_a_key_column(name: str) -> None:
         ScoreConfig(rewards={name: JpegSizeReward()})
 
 
+@pytest.mark.parametrize("name", ["a/b", "a.b", "", "1st", "with space"])
+def test_a_rewards_name_is_plain(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"the reward's name {name!r} becomes a column"):
+        ScoreConfig(rewards={name: JpegSizeReward()})
+
+
 def test_seeds_are_of_identity_not_of_process() -> None:
     code = "from schemas.seeds import seed_of; print(seed_of(1, 2, 'p', 3))"
     done = subprocess.run(
