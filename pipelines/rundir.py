@@ -9,7 +9,6 @@ A stage's directory is complete or not there: a stage works in ``NODE.partial``,
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,12 +215,6 @@ def _moved_aside(path: Path, named: Path) -> Path | None:
 def move_file_aside(path: Path) -> Path | None:
     """The same for one file of the run."""
     return _moved_aside(path, path)
-
-
-def discard_partial(stage: StageDirectory) -> None:
-    """Removes what a skipped stage had begun; only for a stage that is committed."""
-    if stage.record() is not None and stage.partial.exists():
-        shutil.rmtree(stage.partial)
 
 
 def _sync_tree(directory: Path) -> None:

@@ -39,11 +39,6 @@ def to_signed(images: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
-def to_pictures(decoded: Tensor) -> NDArray[np.uint8]:
-    """Decoded float pictures (pictures, 3, height, width) in [-1, 1] as uint8 (pictures, height, width, 3)."""
-    return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-
-
 def _fit(vae: AutoencoderKL, images: NDArray[np.uint8], steps: int, progress: Progress) -> float:
     vae.requires_grad_(True).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)

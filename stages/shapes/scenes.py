@@ -1,7 +1,7 @@
 """The example's vocabulary: a prompt such as 'two red circles' names a number, a colour and a shape.
 
-The splits are written out, so that what was held out can be read. RL trains on `TRAIN`, the best policy is chosen on
-`VALIDATION` and reported on `HELDOUT`; these two hold every number and every shape twice.
+The splits lie beside this file in prompts/: RL trains on train.txt, the best policy is chosen on validation.txt and
+reported on heldout.txt; these two hold every number and every shape twice.
 """
 
 from itertools import product
@@ -10,49 +10,6 @@ from typing import NamedTuple
 NUMBERS = ("one", "two", "three")
 COLOURS = ("red", "green", "blue", "yellow")
 SHAPES = ("circle", "square", "triangle")
-
-TRAIN = (
-    "one red square",
-    "one red triangle",
-    "one green circle",
-    "one green triangle",
-    "one blue circle",
-    "one blue square",
-    "one yellow square",
-    "one yellow triangle",
-    "two red circles",
-    "two red squares",
-    "two green circles",
-    "two green triangles",
-    "two blue squares",
-    "two blue triangles",
-    "two yellow squares",
-    "two yellow triangles",
-    "three red circles",
-    "three red triangles",
-    "three green circles",
-    "three green squares",
-    "three blue circles",
-    "three blue triangles",
-    "three yellow circles",
-    "three yellow squares",
-)
-VALIDATION = (
-    "one green square",
-    "one yellow circle",
-    "two red triangles",
-    "two blue circles",
-    "three red squares",
-    "three green triangles",
-)
-HELDOUT = (
-    "one red circle",
-    "one blue triangle",
-    "two green squares",
-    "two yellow circles",
-    "three blue squares",
-    "three yellow triangles",
-)
 
 
 class Scene(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
-from stages.shapes.autoencoder import fit_autoencoder, to_pictures, to_signed
+from stages.shapes.autoencoder import fit_autoencoder, to_signed
 from stages.shapes.build import TEXT_TOKENS, build_pipeline, build_tokenizer
 from stages.shapes.render import render_all
 from stages.shapes.scenes import ALL, parse
@@ -84,11 +84,6 @@ def test_the_autoencoder_learns_and_normalises_its_latents() -> None:
     assert float(latents.mean()) == pytest.approx(0.0, abs=1e-3)
     assert float(latents.std()) == pytest.approx(1.0, abs=1e-3)
     assert not any(weight.requires_grad for weight in vae.parameters())
-
-
-def test_pictures_survive_the_change_of_form() -> None:
-    images = render_all([parse(text) for text in ALL], np.random.default_rng(0))
-    assert np.array_equal(to_pictures(to_signed(images)), images)
 
 
 def test_no_steps_are_refused() -> None:
