@@ -29,7 +29,7 @@ from stages.sde.noise import initial_seed, normal, step_seed
 from stages.store import files, images, tables
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
-_CUT = "cut.json"
+_CUT = "micro_batches.json"  # beside the launcher's own mark, for a stage that runs alone
 
 
 class MicroBatch(NamedTuple):

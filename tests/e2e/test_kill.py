@@ -1,0 +1,185 @@
+"""kill -9 of all processes amid a stage, then the same command: it ends as the run that nothing broke."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.processes import MARK, gone, marked
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+FLOWS = """\
+python_path: [.]
+external: {held: {target: "held_reward:held"}}
+flows:
+  small:
+    description: Two small iterations.
+    seed: 5
+    model: {kind: sd3, path: "package:stages.shapes/pipeline", max_sequence_length: 8}
+    stages:
+      prompts: {path: "package:stages.shapes/prompts/heldout.txt"}
+      encode: {prompts: prompts.chosen}
+    loop:
+      times: 2
+      carry: {policy: {start: model, next: update.policy}}
+      body:
+        sample:
+          prompts: prompts.chosen
+          conditioning: encode.embeddings
+          policy: carry.policy
+          per_prompt: 8
+          sampler: {kind: flow_sde, steps: 6, shared_noise: true}
+        score: {samples: sample.samples, rewards: {size: {kind: jpeg_size}, held: {kind: external, name: held}}}
+        advantage: {rewards: score.rewards}
+        update:
+          trajectory: sample.trajectory
+          conditioning: encode.embeddings
+          advantages: advantage.advantages
+          policy: carry.policy
+          loss: {kind: grpo, clip: 1e-3}
+          epochs: 3
+          steps: 3
+          ema: {decay: 0.9}
+    after:
+      export: {policy: loop.last(update.policy)}
+    resources: {processes: 1, threads: 1, micro_batch: {sample: 4, update: 8}, shard_micro_batches: 1}
+"""
+# Waits amid the second iteration for as long as a file says so.
+REWARD = """\
+import time
+from pathlib import Path
+
+def held(settings, pictures, prompts, metadata):
+    if Path("hold").exists() and Path("runs", "small", "0001").exists():
+        Path("started").touch()
+        time.sleep(600)
+    return [float(picture.mean()) for picture in pictures]
+"""
+COMMAND = [sys.executable, "-m", "pipelines.cli", "run", "small"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing broke."""
+    folder = prepared(tmp_path_factory.mktemp("whole"))
+    finish(folder, "--plain")
+    return folder / "runs" / "small"
+
+
+def prepared(folder: Path) -> Path:
+    (folder / "flows.yaml").write_text(FLOWS)
+    (folder / "held_reward.py").write_text(REWARD)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    prefect = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    return {**inherited, **prefect, "PYTHONPATH": str(ROOT), MARK: str(folder)}
+
+
+def finish(folder: Path, *words: str) -> str:
+    env = environment(folder)
+    done = subprocess.run([*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def killed_when(folder: Path, amid: Callable[[], bool], *words: str) -> None:
+    """Starts the command as a terminal does, in a group of its own, and kills that group."""
+    with (folder / "out.txt").open("w") as out:
+        command = subprocess.Popen(
+            [*COMMAND, *words], cwd=folder, env=environment(folder), stdout=out, stderr=out, start_new_session=True
+        )
+    end = time.monotonic() + 200
+    while not amid():
+        assert command.poll() is None, (folder / "out.txt").read_text()
+        assert time.monotonic() < end, (folder / "out.txt").read_text()
+        time.sleep(0.005)
+    left = marked(str(folder))
+    os.killpg(command.pid, signal.SIGKILL)
+    assert command.wait(10) == -signal.SIGKILL
+    assert len(left) >= 2  # the command and a worker, at least
+    assert gone(left, 20)
+
+
+def records(run: Path) -> dict[str, bytes]:
+    """Records as they lie there, by place in the run."""
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.glob("*/*/record.json")}
+
+
+def lasting(run: Path) -> dict[str, Any]:
+    """Records without the part that may differ between equal runs."""
+    found = {place: json.loads(record) for place, record in records(run).items()}
+    return {place: {k: v for k, v in record.items() if k != "volatile"} for place, record in found.items()}
+
+
+def assert_ends_like(run: Path, whole: Path, before: dict[str, bytes]) -> None:
+    """What was committed stayed, the rest is as if nothing had happened, down to the last bit of the weights."""
+    after = records(run)
+    assert {place: after[place] for place in before} == before
+    assert lasting(run) == lasting(whole)
+    assert not list(run.glob("*/*.partial"))
+    for name in ("raw", "ema", "optimizer"):
+        file = f"0001/update/policy/{name}.safetensors"
+        ours, theirs = load_file(run / file), load_file(whole / file)
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[key], theirs[key]) for key in ours), name
+
+
+def amid_sample(folder: Path) -> bool:
+    return (folder / "runs/small/0001/sample.partial/samples/shard-00002.arrow").exists()
+
+
+def amid_score(folder: Path) -> bool:
+    return (folder / "started").exists()
+
+
+def amid_update(folder: Path) -> bool:
+    """Well into its nine optimizer steps: the worker has been at it for longer than the first two take."""
+    request = folder / "runs/small/0001/update.partial/request.json"
+    try:
+        return time.time() - request.stat().st_mtime > 0.2
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("amid", [amid_sample, amid_score, amid_update])
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    whole: Path, tmp_path: Path, amid: Callable[[Path], bool]
+) -> None:
+    folder, run = prepared(tmp_path), tmp_path / "runs" / "small"
+    stage = amid.__name__.removeprefix("amid_")
+    if stage == "score":
+        (folder / "hold").touch()
+    killed_when(folder, lambda: amid(folder), "--plain")
+    assert (run / "0001" / f"{stage}.partial").is_dir()
+    assert not (run / "0001" / stage).exists()
+    before = records(run)
+    shards = {path: path.stat().st_mtime_ns for path in run.glob("0001/sample.partial/*/shard-*.arrow")}
+    (folder / "hold").unlink(missing_ok=True)
+    said = finish(folder, "--plain")
+    assert f"reused {len(before)} finished stages" in said
+    assert_ends_like(run, whole, before)
+    for path, time_written in shards.items():  # whole shards of the unfinished stage were taken up
+        kept = run / "0001" / "sample" / path.parent.name / path.name
+        assert kept.stat().st_mtime_ns == time_written
+
+
+def test_the_same_through_prefect(whole: Path, tmp_path: Path) -> None:
+    folder, run = prepared(tmp_path), tmp_path / "runs" / "small"
+    killed_when(folder, lambda: amid_sample(folder))
+    before = records(run)
+    finish(folder)
+    assert_ends_like(run, whole, before)
