@@ -1,0 +1,125 @@
+"""A reward of the user's own, from a folder beside flows.yaml to the advantages, through the command."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+
+FLOWS = """\
+python_path: [house]
+external:
+  redness: {target: "my_rewards:redness", config: "my_configs:Redness"}
+flows:
+  red:
+    description: Rendered pictures, scored by a function of one's own.
+    stages:
+      prompts: {path: prompts.txt}
+      render: {prompts: prompts.chosen, per_prompt: 3}
+      score:
+        samples: render.samples
+        rewards: {red: {kind: external, name: redness, settings: {scale: 2.0}, weight: 0.5}}
+      advantage: {rewards: score.rewards}
+"""
+CONFIGS = """\
+from schemas.strict import Strict
+
+class Redness(Strict):
+    scale: float
+"""
+REDNESS = """\
+import json
+
+def redness(settings, pictures, prompts, metadata):
+    return [
+        None if "unknown" in extra else settings["scale"] * float(picture[..., 0].mean()) / 255
+        for picture, extra in zip(pictures, metadata)
+    ]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "my_configs.py").write_text(CONFIGS)
+    (tmp_path / "house" / "my_rewards.py").write_text(REDNESS)
+    lines = [
+        {"prompt": "two red circles"},
+        {"prompt": "one blue square", "unknown": True},
+        {"prompt": "one red square"},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "flows.yaml").write_text(FLOWS.replace("prompts.txt", "prompts.jsonl"))
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipelines.cli", "run", "red", "--plain", *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def rows(folder: Path, stage: str, table: str) -> list[dict[str, object]]:
+    files = sorted((folder / "runs" / "red" / "before" / stage / table).glob("*.arrow"))
+    return [row for file in files for row in pa.ipc.open_stream(file.read_bytes()).read_all().to_pylist()]
+
+
+def test_scores_go_from_the_users_function_to_advantages(folder: Path) -> None:
+    done = run(folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    wanted = {}
+    for row in rows(folder, "render", "samples"):
+        picture = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))  # type: ignore[index]
+        unknown = row["prompt"] == "one blue square"
+        wanted[row["sample_id"]] = None if unknown else 2.0 * float(picture[..., 0].mean()) / 255
+    scores = {row["sample_id"]: row["red"] for row in rows(folder, "score", "rewards")}
+    assert len(scores) == 9
+    assert scores == wanted  # what is missing is null, not 0
+    table = rows(folder, "advantage", "advantages")
+    advantages = [row for row in table if row["advantage"] is not None]
+    assert len(table) == 9
+    assert len(advantages) == 6  # a group without scores has none
+    for prompt_id in {row["prompt_id"] for row in advantages}:
+        group = [row for row in advantages if row["prompt_id"] == prompt_id]
+        given = np.array([wanted[row["sample_id"]] for row in group]) * 0.5
+        normalised = (given - given.mean()) / (given.std() + 1e-4)
+        np.testing.assert_allclose([row["advantage"] for row in group], normalised, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("return [float('nan') for _ in prompts]", 1, "score: reward 'red' is nan for sample"),
+        ("return [1.0]", 1, "score: reward 'red' gave 1 scores for 9 pictures"),
+        ("raise KeyError('weights')", 1, "score: reward 'red' (external) failed: KeyError: 'weights'"),
+        ("pass\n\nredness = None", 2, "module 'my_rewards' has no function 'redness'; mend `target`"),
+        ("pass\n\nimport nowhere_at_all", 2, "cannot import 'my_rewards' of external reward 'redness'"),
+    ],
+)
+def test_a_mistake_in_it_is_one_message(folder: Path, body: str, code: int, words: str) -> None:
+    mine = folder / "house" / "my_rewards.py"
+    mine.write_text(f"def redness(settings, pictures, prompts, metadata):\n    {body}\n")
+    done = run(folder)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (folder / "runs" / "red" / "before" / "render" / "record.json").is_file()
+    mine.write_text(REDNESS)  # the same command goes on once it is mended
+    again = run(folder)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "reused 2 finished stages" in again.stdout
+
+
+def test_code_is_named_in_the_file_only(folder: Path) -> None:
+    done = run(folder, "--set", "score.rewards.red.target=os:system")
+    assert done.returncode == 2
+    assert "'target' names code, and code is named only in the file" in done.stderr
+    assert not (folder / "runs").exists()
