@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -67,7 +68,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
-def rows(folder: Path, stage: str, table: str) -> list[dict[str, object]]:
+def rows(folder: Path, stage: str, table: str) -> list[dict[str, Any]]:
     files = sorted((folder / "runs" / "red" / "before" / stage / table).glob("*.arrow"))
     return [row for file in files for row in pa.ipc.open_stream(file.read_bytes()).read_all().to_pylist()]
 
@@ -77,7 +78,7 @@ def test_scores_go_from_the_users_function_to_advantages(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     wanted = {}
     for row in rows(folder, "render", "samples"):
-        picture = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))  # type: ignore[index]
+        picture = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))
         unknown = row["prompt"] == "one blue square"
         wanted[row["sample_id"]] = None if unknown else 2.0 * float(picture[..., 0].mean()) / 255
     scores = {row["sample_id"]: row["red"] for row in rows(folder, "score", "rewards")}
