@@ -167,7 +167,9 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
     assert (run / "0001" / f"{stage}.partial").is_dir()
     assert not (run / "0001" / stage).exists()
     before = records(run)
-    shards = {path: path.stat().st_mtime_ns for path in run.glob("0001/sample.partial/*/shard-*.arrow")}
+    # Amid `sample` the first two shards of both tables are there; the third may lack its trajectory.
+    shards = {path: path.stat().st_mtime_ns for path in run.glob("0001/sample.partial/*/shard-0000[01].arrow")}
+    assert len(shards) == (4 if stage == "sample" else 0)
     (folder / "hold").unlink(missing_ok=True)
     said = finish(folder, "--plain")
     assert f"reused {len(before)} finished stages" in said

@@ -13,12 +13,13 @@ from schemas.errors import InputError
 from schemas.tables import rewards_schema, samples_schema
 from stages.context import StageContext
 from stages.shapes.render import render
-from stages.shapes.scenes import HELDOUT, parse
+from stages.shapes.scenes import ALL, parse
 from stages.store import images
 from stages.store.tables import TableWriter
 from stages.summarise import run
 
 PER_PROMPT = 8
+HELDOUT = ALL[::6]
 
 
 def context(directory: Path) -> StageContext:
