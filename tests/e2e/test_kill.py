@@ -38,7 +38,7 @@ flows:
           prompts: prompts.chosen
           conditioning: encode.embeddings
           policy: carry.policy
-          per_prompt: 8
+          per_prompt: 4
           sampler: {kind: flow_sde, steps: 6, shared_noise: true}
         score: {samples: sample.samples, rewards: {size: {kind: jpeg_size}, held: {kind: external, name: held}}}
         advantage: {rewards: score.rewards}
@@ -48,12 +48,12 @@ flows:
           advantages: advantage.advantages
           policy: carry.policy
           loss: {kind: grpo, clip: 1e-3}
-          epochs: 3
+          epochs: 2
           steps: 3
           ema: {decay: 0.9}
     after:
       export: {policy: loop.last(update.policy)}
-    resources: {processes: 1, threads: 1, micro_batch: {sample: 4, update: 8}, shard_micro_batches: 1}
+    resources: {processes: 1, threads: 1, micro_batch: {sample: 2, update: 8}, shard_micro_batches: 1}
 """
 # Waits amid the second iteration for as long as a file says so.
 REWARD = """\
@@ -147,7 +147,7 @@ def amid_score(folder: Path) -> bool:
 
 
 def amid_update(folder: Path) -> bool:
-    """Well into its nine optimizer steps: the worker has been at it for longer than the first two take."""
+    """Well into its six optimizer steps: the worker has been at it for longer than the first two take."""
     request = folder / "runs/small/0001/update.partial/request.json"
     try:
         return time.time() - request.stat().st_mtime > 0.2
