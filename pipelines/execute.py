@@ -1,8 +1,6 @@
 """One stage run, from the wanted payload to the committed record."""
 
-import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pipelines.decide import OnChange, decide, defaults_of, payload
@@ -10,7 +8,7 @@ from pipelines.digests import AssetDigests
 from pipelines.facts import volatile
 from pipelines.launch import Launcher
 from pipelines.plan import FromNode, PlanNode
-from pipelines.progress import Lines
+from pipelines.progress import Clock, Lines
 from pipelines.rundir import Address, StageDirectory, write_request
 from pipelines.unroll import Resolved, Unrolled
 from schemas.fingerprint import fingerprint
@@ -105,7 +103,7 @@ class Executor:
                 return Outcome("reused", address, {})
             directory.move_aside()
         directory.open_partial({"skipped": True})
-        skipped = self._record(node, address, wanted, Resolved(older=why), {}, _Clock())
+        skipped = self._record(node, address, wanted, Resolved(older=why), {}, Clock())
         directory.commit(skipped.model_copy(update={"status": "skipped"}), node.contract)
         self.lines.skipped(address, why)
         return Outcome("skipped", address, {}, why)
@@ -139,8 +137,8 @@ class Executor:
             python_path=self.world.plan.python_path,
         )
         write_request(partial, request)
-        clock = _Clock()
-        outputs = self.launcher.run(request, self.lines.ticker(address))
+        clock = Clock()
+        outputs = self.launcher.run(request, self.lines.ticker(address, clock), clock.restart)
         record = self._record(node, address, wanted, resolved, outputs, clock)
         directory.commit(record, node.contract)
         metrics = outputs.get("metrics", {})
@@ -154,7 +152,7 @@ class Executor:
         wanted: dict[str, Any],
         resolved: Resolved,
         outputs: dict[str, Any],
-        clock: "_Clock",
+        clock: Clock,
     ) -> StageRecord:
         resources = self.world.plan.resources
         ranks = resources.processes if node.contract.distributed else 1
@@ -170,14 +168,3 @@ class Executor:
             outputs=outputs,
             volatile=volatile(clock.started, clock.seconds(), resources, ranks),
         )
-
-
-class _Clock:
-    """When something began and how long it took."""
-
-    def __init__(self) -> None:
-        self.started = datetime.now(UTC).isoformat("T", "seconds")
-        self._begun = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._begun

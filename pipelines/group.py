@@ -99,9 +99,12 @@ class Group:
         self._ranks: list[Rank] = []
         self._replies: queue.Queue[Reply] = queue.Queue()
 
-    def run(self, request: StageRequest, progress: Callable[[int, int, str], None]) -> dict[str, Any]:
+    def run(
+        self, request: StageRequest, progress: Callable[[int, int, str], None], begun: Callable[[], None]
+    ) -> dict[str, Any]:
         """Outputs of rank 0."""
         with self._busy:
+            begun()
             if self.closed:
                 raise RunError(f"{_place(request)} was stopped")
             if not self._ranks:

@@ -14,13 +14,21 @@ from schemas.errors import WorkerLost
 from schemas.record import StageRequest
 
 Progress = Callable[[int, int, str], None]
+Begun = Callable[[], None]
+
+
+def unheard() -> None:
+    """Nobody wants to know when the stage begins."""
 
 
 class Launcher(Protocol):
     """Runs one stage and gives its outputs as JSON, with paths relative to the request's directory."""
 
-    def run(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
-        """Blocks until the stage is done. Errors of the stage are raised as they are or as StageFailed."""
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+        """Blocks until the stage is done. Errors of the stage are raised as they are or as StageFailed.
+
+        `begun` is called when its turn comes: branches of a plan may share the workers.
+        """
         ...
 
     def close(self) -> None:
@@ -43,9 +51,10 @@ class InlineLauncher:
         self._worker = importlib.import_module("stages.worker").Worker()
         self._busy = threading.Lock()  # the worker's weights are one set, branches of the plan are many
 
-    def run(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
         """Calls the stage."""
         with self._busy:
+            begun()
             return self._worker.perform(request, progress)
 
     def close(self) -> None:
@@ -65,15 +74,15 @@ class LocalLauncher:
         sizes = {"compute": Size.of(resources), "light": Size(1, 1, resources.device)}
         self._groups = {name: Group(name, size, logs, resources.timeout, self._thread) for name, size in sizes.items()}
 
-    def run(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
         """Sends the stage to its group; a lost worker is worth a fresh group and another try."""
         group = self._groups["compute" if CONTRACTS[request.stage].distributed else "light"]
         for _ in range(self._retries):
             try:
-                return group.run(request, progress)
+                return group.run(request, progress, begun)
             except WorkerLost as error:
                 progress(0, 0, f"{error}; trying again on fresh workers")
-        return group.run(request, progress)
+        return group.run(request, progress, begun)
 
     def close(self) -> None:
         """Ends all workers and waits for them."""

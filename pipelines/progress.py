@@ -3,11 +3,28 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 from pipelines.rundir import Address
 
 SPARSE = 5.0  # seconds between two lines of a stage at work
 _MOST_METRICS = 4
+
+
+class Clock:
+    """When a stage began and for how long it has been at it, waiting for its turn left out."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """It begins now."""
+        self.started = datetime.now(UTC).isoformat("T", "seconds")
+        self._begun = time.monotonic()
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._begun
 
 
 class Lines:
@@ -43,9 +60,9 @@ class Lines:
         with self._lock:
             self._flush()
 
-    def ticker(self, address: Address) -> Callable[[int, int, str], None]:
+    def ticker(self, address: Address, clock: Clock) -> Callable[[int, int, str], None]:
         """Progress of one stage: silent while it is quick."""
-        begun = told = time.monotonic()
+        told = time.monotonic()
 
         def tick(done: int, total: int, unit: str) -> None:
             nonlocal told
@@ -54,7 +71,7 @@ class Lines:
                 self.note(f"{_where(address)} {unit}")
             elif now - told >= SPARSE and done < total:
                 told = now
-                self.note(f"{_where(address)} {done}/{total} {unit}  {_pace(done, now - begun)}")
+                self.note(f"{_where(address)} {done}/{total} {unit}  {_pace(done, clock.seconds())}")
 
         return tick
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipelines.launch import Progress
+from pipelines.launch import Begun, Progress, unheard
 from schemas.contracts import CONTRACTS
 from schemas.fingerprint import fingerprint
 from schemas.record import StageRequest
@@ -52,7 +52,8 @@ class BenchLauncher:
     def request(self, label: str) -> StageRequest:
         return self.requests[self.ran.index(label)]
 
-    def run(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+        begun()
         if self._hook is not None:
             self._hook(request)
         with self._lock:

@@ -1,5 +1,6 @@
 """Flows under a real Prefect server: what it shows of a run, and how a run ends. Stages are real and load no torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -93,6 +94,9 @@ def test_stage_runs_are_tasks_and_a_second_run_reuses_them(server: Server, folde
     assert max(own["start_time"], size["start_time"]) < min(own["end_time"], size["end_time"])
     assert render["end_time"] <= min(own["start_time"], size["start_time"])
     assert [read["id"] for read in own["task_inputs"]["wait_for"]] == [render["id"]]
+    # They share a worker, but waiting for it is no work.
+    record = json.loads((folder / "runs" / "twice" / "0001" / "size" / "record.json").read_text())
+    assert record["volatile"]["seconds"] < 0.4
     log = server.log(one)
     assert "[1]      own" in log
     assert "is complete" in log
