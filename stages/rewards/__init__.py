@@ -39,6 +39,9 @@ def _imported(target: str, what: str) -> Reward:
     except ImportError as error:
         remedy = "install its package or name its folder in `python_path`"
         raise InputError(f"cannot import {module!r} of {what}: {error}; {remedy}") from error
+    except Exception as error:  # whatever a module does when it is imported
+        problem = f"{type(error).__name__}: {error}"
+        raise InputError(f"cannot import {module!r} of {what}: {problem}; mend the module") from error
     if not callable(found):
         raise InputError(f"{what}: module {module!r} has no function {name!r}; mend `target`")
     return cast(Reward, found)

@@ -16,14 +16,14 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 
 FLOWS = """\
-python_path: [house]
+python_path: [.]
 external:
   redness: {target: "my_rewards:redness", config: "my_configs:Redness"}
 flows:
   red:
     description: Rendered pictures, scored by a function of one's own.
     stages:
-      prompts: {path: prompts.txt}
+      prompts: {path: prompts.jsonl}
       render: {prompts: prompts.chosen, per_prompt: 3}
       score:
         samples: render.samples
@@ -49,16 +49,15 @@ def redness(settings, pictures, prompts, metadata):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "house").mkdir()
-    (tmp_path / "house" / "my_configs.py").write_text(CONFIGS)
-    (tmp_path / "house" / "my_rewards.py").write_text(REDNESS)
+    (tmp_path / "my_configs.py").write_text(CONFIGS)
+    (tmp_path / "my_rewards.py").write_text(REDNESS)
     lines = [
         {"prompt": "two red circles"},
         {"prompt": "one blue square", "unknown": True},
         {"prompt": "one red square"},
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "flows.yaml").write_text(FLOWS.replace("prompts.txt", "prompts.jsonl"))
+    (tmp_path / "flows.yaml").write_text(FLOWS)
     return tmp_path
 
 
@@ -95,22 +94,25 @@ def test_scores_go_from_the_users_function_to_advantages(folder: Path) -> None:
         np.testing.assert_allclose([row["advantage"] for row in group], normalised, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ("return [float('nan') for _ in prompts]", 1, "score: reward 'red' is nan for sample"),
+        ("return [1.0] * 4 + [float('nan')] + [1.0] * 4", 1, "score: reward 'red' is nan for sample 'FIFTH'"),
         ("return [1.0]", 1, "score: reward 'red' gave 1 scores for 9 pictures"),
         ("raise KeyError('weights')", 1, "score: reward 'red' (external) failed: KeyError: 'weights'"),
         ("pass\n\nredness = None", 2, "module 'my_rewards' has no function 'redness'; mend `target`"),
         ("pass\n\nimport nowhere_at_all", 2, "cannot import 'my_rewards' of external reward 'redness'"),
+        ("pass\n\nredness = nowhere", 2, "cannot import 'my_rewards' of external reward 'redness': NameError"),
+        ("return [", 2, "cannot import 'my_rewards' of external reward 'redness': SyntaxError: '[' was never closed"),
     ],
 )
 def test_a_mistake_in_it_is_one_message(folder: Path, body: str, code: int, words: str) -> None:
-    mine = folder / "house" / "my_rewards.py"
+    mine = folder / "my_rewards.py"
     mine.write_text(f"def redness(settings, pictures, prompts, metadata):\n    {body}\n")
     done = run(folder)
     assert done.returncode == code, done.stderr
-    assert words in done.stderr
+    assert words.replace("FIFTH", rows(folder, "render", "samples")[4]["sample_id"]) in done.stderr
     assert "Traceback" not in done.stderr
     assert (folder / "runs" / "red" / "before" / "render" / "record.json").is_file()
     mine.write_text(REDNESS)  # the same command goes on once it is mended
@@ -119,8 +121,17 @@ def test_a_mistake_in_it_is_one_message(folder: Path, body: str, code: int, word
     assert "reused 2 finished stages" in again.stdout
 
 
-def test_code_is_named_in_the_file_only(folder: Path) -> None:
-    done = run(folder, "--set", "score.rewards.red.target=os:system")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("score.rewards.red.target=os:system", "'target' names code, and code is named only in the file"),
+        ("score.rewards.red={kind: external, name: redness, target: 'os:system'}", "`target` is named in `external`"),
+        ("score.rewards.red.name=system", "no entry 'system' under `external`"),
+    ],
+)
+def test_code_is_named_in_the_file_only(folder: Path, given: str, words: str) -> None:
+    done = run(folder, "--set", given)
     assert done.returncode == 2
-    assert "'target' names code, and code is named only in the file" in done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (folder / "runs").exists()
