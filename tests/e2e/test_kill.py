@@ -55,13 +55,13 @@ flows:
       export: {policy: loop.last(update.policy)}
     resources: {processes: 1, threads: 1, micro_batch: {sample: 2, update: 8}, shard_micro_batches: 1}
 """
-# Waits amid the second iteration for as long as a file says so.
+# When a file says so it waits for ever in the second iteration, with two shards of scores written.
 REWARD = """\
 import time
 from pathlib import Path
 
 def held(settings, pictures, prompts, metadata):
-    if Path("hold").exists() and Path("runs", "small", "0001").exists():
+    if Path("hold").exists() and Path("runs/small/0001/score.partial/rewards/shard-00001.json").exists():
         Path("started").touch()
         time.sleep(600)
     return [float(picture.mean()) for picture in pictures]
@@ -112,6 +112,7 @@ def killed_when(folder: Path, amid: Callable[[], bool], *words: str) -> None:
     assert command.wait(10) == -signal.SIGKILL
     assert len(left) >= 2  # the command and a worker, at least
     assert gone(left, 20)
+    assert marked(str(folder)) == []
 
 
 def records(run: Path) -> dict[str, bytes]:
@@ -125,12 +126,17 @@ def lasting(run: Path) -> dict[str, Any]:
     return {place: {k: v for k, v in record.items() if k != "volatile"} for place, record in found.items()}
 
 
+def files(run: Path) -> set[str]:
+    """All files but the logs, for a launcher starts only the workers that it needs."""
+    return {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and path.parent.name != "logs"}
+
+
 def assert_ends_like(run: Path, whole: Path, before: dict[str, bytes]) -> None:
     """What was committed stayed, the rest is as if nothing had happened, down to the last bit of the weights."""
     after = records(run)
     assert {place: after[place] for place in before} == before
     assert lasting(run) == lasting(whole)
-    assert not list(run.glob("*/*.partial"))
+    assert files(run) == files(whole)  # no scratch, nothing moved aside
     for name in ("raw", "ema", "optimizer"):
         file = f"0001/update/policy/{name}.safetensors"
         ours, theirs = load_file(run / file), load_file(whole / file)
@@ -147,12 +153,18 @@ def amid_score(folder: Path) -> bool:
 
 
 def amid_update(folder: Path) -> bool:
-    """Well into its six optimizer steps: the worker has been at it for longer than the first two take."""
-    request = folder / "runs/small/0001/update.partial/request.json"
+    """Halfway through its six optimizer steps, by the time that they took in the iteration before."""
+    run = folder / "runs" / "small"
     try:
-        return time.time() - request.stat().st_mtime > 0.2
+        begun = (run / "0001" / "update.partial" / "request.json").stat().st_mtime
     except FileNotFoundError:
         return False
+    return time.time() - begun > json.loads((run / "0000/update/record.json").read_bytes())["volatile"]["seconds"] / 2
+
+
+def amid_saving(folder: Path) -> bool:
+    """After the steps, when the first of the policy's four files is there."""
+    return (folder / "runs/small/0001/update.partial/policy/raw.safetensors").exists()
 
 
 @pytest.mark.parametrize("amid", [amid_sample, amid_score, amid_update])
@@ -167,21 +179,24 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
     assert (run / "0001" / f"{stage}.partial").is_dir()
     assert not (run / "0001" / stage).exists()
     before = records(run)
-    # Amid `sample` the first two shards of both tables are there; the third may lack its trajectory.
-    shards = {path: path.stat().st_mtime_ns for path in run.glob("0001/sample.partial/*/shard-0000[01].arrow")}
-    assert len(shards) == (4 if stage == "sample" else 0)
+    # The first two shards of each table are there; of the third sample shard the trajectory may be missing.
+    partial = run / "0001" / f"{stage}.partial"
+    shards = {path: path.stat().st_mtime_ns for path in partial.glob("*/shard-0000[01].arrow")}
+    assert len(shards) == {"sample": 4, "score": 2, "update": 0}[stage]
     (folder / "hold").unlink(missing_ok=True)
     said = finish(folder, "--plain")
     assert f"reused {len(before)} finished stages" in said
     assert_ends_like(run, whole, before)
     for path, time_written in shards.items():  # whole shards of the unfinished stage were taken up
-        kept = run / "0001" / "sample" / path.parent.name / path.name
+        kept = run / "0001" / stage / path.relative_to(partial)
         assert kept.stat().st_mtime_ns == time_written
 
 
-def test_the_same_through_prefect(whole: Path, tmp_path: Path) -> None:
+def test_the_same_through_prefect_amid_the_saving_of_a_policy(whole: Path, tmp_path: Path) -> None:
     folder, run = prepared(tmp_path), tmp_path / "runs" / "small"
-    killed_when(folder, lambda: amid_sample(folder))
+    killed_when(folder, lambda: amid_saving(folder))
+    assert not (run / "0001" / "update").exists()
     before = records(run)
-    finish(folder)
+    said = finish(folder)
+    assert f"reused {len(before)} finished stages" in said
     assert_ends_like(run, whole, before)
