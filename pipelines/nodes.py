@@ -205,4 +205,6 @@ def _model_problem(given: str, path: str, base: Path) -> str | None:
         return f"{path} is no pipeline folder: it lacks model_index.json; {remedy}"
     if not (folder / "transformer" / "config.json").is_file():
         return f"the model folder {path} lacks the transformer (transformer/config.json); {remedy}"
+    if not any(file.suffix in (".safetensors", ".bin") for file in (folder / "transformer").iterdir()):
+        return f"the model folder {path} lacks the transformer's weights (transformer/*.safetensors); {remedy}"
     return None

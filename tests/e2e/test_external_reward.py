@@ -125,7 +125,10 @@ def test_a_mistake_in_it_is_one_message(folder: Path, body: str, code: int, word
     ("given", "words"),
     [
         ("score.rewards.red.target=os:system", "'target' names code, and code is named only in the file"),
-        ("score.rewards.red={kind: external, name: redness, target: 'os:system'}", "`target` is named in `external`"),
+        (
+            "score.rewards.red={kind: external, name: redness, settings: {scale: 1.0}, target: 'os:system'}",
+            "`target` is named in `external`",
+        ),
         ("score.rewards.red.name=system", "no entry 'system' under `external`"),
     ],
 )

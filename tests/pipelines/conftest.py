@@ -59,7 +59,8 @@ def flow_file(tmp_path: Path) -> Callable[..., Path]:
             text = text.replace(old, new)
         (tmp_path / "model" / "transformer").mkdir(parents=True, exist_ok=True)
         (tmp_path / "model" / "model_index.json").write_text("{}")
-        (tmp_path / "model" / "transformer" / "config.json").write_text("{}")
+        for name in ("config.json", "weights.safetensors"):
+            (tmp_path / "model" / "transformer" / name).write_text("{}")
         (tmp_path / "prompts.txt").write_text("one\ntwo\n\nthree\n")
         file = tmp_path / "flows.yaml"
         file.write_text(text)

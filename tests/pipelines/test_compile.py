@@ -191,8 +191,10 @@ def test_mistakes_of_all_nodes_come_together(flow_file: Write) -> None:
 
 def test_a_model_folder_must_be_whole(flow_file: Write, tmp_path: Path) -> None:
     file = flow_file()
+    (tmp_path / "model" / "transformer" / "weights.safetensors").unlink()
+    assert re.search(r":5:30: flows.small.model.path: .* lacks the transformer's weights", refused(file))
     (tmp_path / "model" / "transformer" / "config.json").unlink()
-    assert re.search(r":5:30: flows.small.model.path: .* lacks the transformer", refused(file))
+    assert re.search(r":5:30: flows.small.model.path: .* lacks the transformer \(", refused(file))
     (tmp_path / "model" / "model_index.json").unlink()
     message = refused(file)
     assert "lacks model_index.json" in message
