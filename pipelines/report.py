@@ -23,12 +23,12 @@ def report(world: Unrolled) -> Report:
     paths: dict[str, Path] = {}
     for node in [*world.plan.section("before"), *world.plan.section("after")]:
         address = Address(node.section, node.name)
-        record = world.record(address)
-        if record.status == "skipped":
+        record = world.run.stage(address).record()
+        if record is None or record.status == "skipped":  # none in a re-run of one stage only
             continue
         for name, value in world.outputs(address, record):
             for ref in refs(value):
-                path = world.run.path / address.path / ref.path
+                path = world.run.place(address) / ref.path
                 if isinstance(ref, FileRef) and path.suffix in _TEXTS and path.is_file():
                     texts.append(path.read_text(encoding="utf-8").strip())
                 if isinstance(ref, FileRef | PipelineRef):
