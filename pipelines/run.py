@@ -80,11 +80,12 @@ def run_in(
         workers = begin()
         try:
             executor = Executor(world, workers, digests, lines, on_change)
-            world = Runner(executor, caller, _asked_for(world)).run()
+            only = _asked_for(world)
+            world = Runner(executor, caller, only).run()
         finally:
             workers.close()
             lines.flush()
-    result = report(world)
+    result = report(world, only)
     for line in as_lines(result):
         say(line)
     say(f"run {directory} is complete ({time.monotonic() - begun:.0f} s)")

@@ -200,3 +200,11 @@ def test_removing_a_run_that_another_needs_is_refused(old: Bench, capsys: pytest
     assert list(old.run.path.parent.iterdir()) == []
     assert main(["remove", "one", "--runs", runs]) == 2
     assert "no run 'one'" in capsys.readouterr().err
+
+
+def test_a_run_tells_only_what_was_asked_for(old: Bench) -> None:
+    new, _ = again(old, "2/score", only=True)
+    assert [line for line in new.said if "export" in line] == []
+    new, _ = again(old, "3/update", name="three")
+    # Nothing of `after` stands on the last update here, and what was adopted is named where it lies.
+    assert f"export.folder  {old.run.path / 'after' / 'export' / 'folder'}" in new.said
