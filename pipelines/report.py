@@ -5,9 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelines.rundir import Address, refs
+from pipelines.rundir import Address
 from pipelines.unroll import Unrolled
-from schemas.artifacts import FileRef, PipelineRef
+from schemas.artifacts import FileRef, PipelineRef, refs
 
 _TEXTS = (".md", ".txt")
 

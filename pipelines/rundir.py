@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from pipelines.plan import Section
-from schemas.artifacts import Ref
+from schemas.artifacts import Ref, refs
 from schemas.contracts import Contract, StageOutputs
 from schemas.errors import InputError, RunError
 from schemas.record import StageRecord, StageRequest
@@ -185,17 +185,6 @@ def located(value: Any, directory: Path) -> Any:
     if isinstance(value, Mapping):
         return {key: located(item, directory) for key, item in value.items()}
     return value
-
-
-def refs(value: Any) -> list[Ref]:
-    """All Refs in outputs, also in optional and mapping fields."""
-    if isinstance(value, Ref):
-        return [value]
-    if isinstance(value, BaseModel):
-        return [ref for _, item in value for ref in refs(item)]
-    if isinstance(value, Mapping):
-        return [ref for item in value.values() for ref in refs(item)]
-    return []
 
 
 def outputs_of(record: StageRecord, contract: Contract, directory: Path) -> StageOutputs:
