@@ -13,6 +13,7 @@ from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.load import load
 from pipelines.plan import Plan
+from pipelines.rerun import prepared, remove, rerun_commands
 from schemas.errors import RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
@@ -84,15 +85,26 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a flow, or go on with a run that was stopped")
     run.set_defaults(command=_run)
     run.add_argument("flow", metavar="NAME", help="a flow of the file")
-    run.add_argument("--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default")
-    run.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)")
-    run.add_argument("--plain", action="store_true", help="without Prefect: no task states and no UI, the same results")
-    run.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (listing, plan, run):
+    rerun, removal = rerun_commands(commands)
+    rerun.set_defaults(command=_rerun)
+    removal.set_defaults(command=remove)
+    for command in (run, rerun):
+        command.add_argument(
+            "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
+        )
+        command.add_argument(
+            "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
+        )
+        command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
+    for command in (run, rerun, removal):
+        command.add_argument(
+            "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
+        )
+    for command in (listing, plan, run, rerun):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run):
+    for command in (plan, run, rerun):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 
@@ -118,8 +130,23 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
     run_name = arguments.flow if arguments.run_name is None else arguments.run_name
+    return _started(plan, _checked(run_name), arguments, arguments.set)
+
+
+def _rerun(arguments: argparse.Namespace) -> int:
+    plan, sets = prepared(arguments, _checked(arguments.run_name))
+    return _started(plan, arguments.run_name, arguments, sets)
+
+
+def _checked(run_name: str | None) -> str:
+    if run_name is None:
+        raise UserError("--as: a re-run needs a name of its own")
     if not re.fullmatch(r"\w[\w.-]*", run_name):
         raise UserError(f"--as: a run's name has letters, digits, '.', '_' and '-', got {run_name!r}")
+    return run_name
+
+
+def _started(plan: Plan, run_name: str, arguments: argparse.Namespace, sets: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
     for warning in plan.warnings:
@@ -131,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         from pipelines.flows import run_flow
 
-        run_flow(plan, run_name, arguments.runs, arguments.set, on_change=arguments.on_change)
+        run_flow(plan, run_name, arguments.runs, sets, on_change=arguments.on_change)
     return 0
 
 

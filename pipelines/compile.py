@@ -49,6 +49,7 @@ def compile_flow(file: LoadedFile, name: str) -> Plan:
         base=file.base,
         schedule=flow.schedule,
         tags=flow.tags,
+        sets=tuple(file.raw.sets.values()),
     )
     check(plan, found)
     found.stop()

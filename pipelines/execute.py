@@ -40,6 +40,8 @@ class Executor:
     def run(self, node: PlanNode, iteration: int | None) -> Outcome:
         """Reuses, skips or computes a stage whose inputs are committed."""
         address = Address(node.section, node.name, iteration)
+        if address.path in self.world.run.adopted:
+            return self._adopted(address)
         directory = self.world.run.stage(address)
         why = self._unwanted(node, iteration)
         resolved = Resolved(missing=why) if why else self.world.resolve(node, iteration)
@@ -54,6 +56,13 @@ class Executor:
         if record is not None:
             directory.move_aside()
         return self._compute(node, address, directory, wanted, resolved)
+
+    def _adopted(self, address: Address) -> Outcome:
+        """A stage run of another run; it is never compared with the plan, and never touched."""
+        self.world.run.verify(address)
+        record = self.world.record(address)
+        self.lines.reused(address)
+        return Outcome("reused", address, record.outputs.get("metrics", {}), "adopted")
 
     def _unwanted(self, node: PlanNode, iteration: int | None) -> str:
         """Why `when` skips the node; empty when it does not."""
@@ -161,10 +170,21 @@ class Executor:
             stage=node.stage,
             iteration=address.iteration,
             status="done",
-            why=resolved.older,
+            why="; ".join(filter(None, [resolved.older, _off_policy(resolved)])),
             payload=wanted,
             fingerprint=fingerprint(wanted),
             sources=resolved.sources,
             outputs=outputs,
             volatile=volatile(clock.started, clock.seconds(), resources, ranks),
         )
+
+
+def _off_policy(resolved: Resolved) -> str:
+    """What is said of an update whose samples came from another policy than the one it starts from."""
+    trajectory = resolved.request.get("trajectory")
+    if not isinstance(trajectory, dict) or "policy" not in resolved.request or trajectory["weights"] == "none":
+        return ""
+    policy = resolved.request["policy"]
+    if trajectory["policy"] == (policy["digest"] if policy else ""):
+        return ""
+    return "off policy: its samples came from another policy than the one it starts from"

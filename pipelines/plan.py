@@ -119,6 +119,7 @@ class Plan:
     base: Path  # folder of flows.yaml; relative asset paths count from it (already resolved in configs)
     schedule: Schedule | None = None
     tags: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()  # PATH=VALUE, as given with --set
     warnings: tuple[str, ...] = ()  # lawful, but seldom meant
 
     def section(self, section: Section) -> list[PlanNode]:

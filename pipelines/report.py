@@ -1,11 +1,13 @@
 """What a run leaves for people: the summary's text and the paths of what it made."""
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelines.rundir import Address, refs
+from pipelines.rundir import Address
 from pipelines.unroll import Unrolled
-from schemas.artifacts import FileRef, PipelineRef
+from schemas.artifacts import FileRef, PipelineRef, refs
 
 _TEXTS = (".md", ".txt")
 
@@ -17,18 +19,20 @@ class Report(NamedTuple):
     paths: dict[str, Path]
 
 
-def report(world: Unrolled) -> Report:
-    """Files and folders of the stages outside the loop, from their records."""
+def report(world: Unrolled, only: Collection[Address] | None = None) -> Report:
+    """Files and folders of the stages outside the loop, or of those of them in `only`, from their records."""
     texts: list[str] = []
     paths: dict[str, Path] = {}
     for node in [*world.plan.section("before"), *world.plan.section("after")]:
         address = Address(node.section, node.name)
+        if only is not None and address not in only:
+            continue
         record = world.record(address)
         if record.status == "skipped":
             continue
         for name, value in world.outputs(address, record):
             for ref in refs(value):
-                path = world.run.path / address.path / ref.path
+                path = Path(os.path.normpath(world.run.place(address) / ref.path))
                 if isinstance(ref, FileRef) and path.suffix in _TEXTS and path.is_file():
                     texts.append(path.read_text(encoding="utf-8").strip())
                 if isinstance(ref, FileRef | PipelineRef):

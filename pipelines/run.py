@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from pipelines.adopt import anew, start_of
 from pipelines.decide import OnChange
 from pipelines.describe import as_json
 from pipelines.digests import AssetDigests
@@ -73,17 +74,18 @@ def run_in(
     begun = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory, say):
-        run = RunDirectory(directory)
+        run = RunDirectory.open(directory)
         digests = _opened(run, plan)
         lines, world = Lines(say), Unrolled(plan, run)
         workers = begin()
         try:
             executor = Executor(world, workers, digests, lines, on_change)
-            world = Runner(executor, caller).run()
+            only = _asked_for(world)
+            world = Runner(executor, caller, only).run()
         finally:
             workers.close()
             lines.flush()
-    result = report(world)
+    result = report(world, only)
     for line in as_lines(result):
         say(line)
     say(f"run {directory} is complete ({time.monotonic() - begun:.0f} s)")
@@ -105,18 +107,26 @@ def _opened(run: RunDirectory, plan: Plan) -> AssetDigests:
         "created": facts.get("created", datetime.now(UTC).isoformat("T", "seconds")),
         "plan": json.loads(as_json(plan)),
         "assets": known,
+        **({"base": facts["base"]} if "base" in facts else {}),
     }
     if now != facts:
         run.write(now)
     return AssetDigests(known, changed=lambda: run.write(now))
 
 
+def _asked_for(world: Unrolled) -> set[Address] | None:
+    """The stage runs of a re-run of one stage only; else none, which is all."""
+    base = world.run.read().get("base") or {}
+    return anew(world, start_of(base["from"], world.plan), only=True) if base.get("only") else None
+
+
 @dataclass(frozen=True)
 class Runner:
-    """Walks over the plan. Keeps nothing of past iterations: the run directory does."""
+    """Walks over the plan. Keeps nothing of past iterations: the run directory does. `only` are stage runs to make."""
 
     executor: Executor
     caller: Caller
+    only: set[Address] | None = None
 
     def run(self) -> Unrolled:
         """All sections; gives the world with the loop's end in it."""
@@ -132,7 +142,7 @@ class Runner:
         guards = Guards(world)
         for iteration in range(world.plan.times):
             self._section([n for n in world.plan.section("body") if world.due(n, iteration)], iteration)
-            decision = guards.decision(iteration)
+            decision = guards.decision(iteration) if self.only is None else None
             if decision is None:
                 continue
             text = sentence(decision, world.plan.guards[decision.guard].guard.falls)
@@ -144,7 +154,7 @@ class Runner:
 
     def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> None:
         """Every node as soon as its inputs are there. After a failure what runs may end, and nothing new starts."""
-        waiting = {node.name: node for node in nodes}
+        waiting = {node.name: node for node in nodes if self._wanted(node, iteration)}
         running: dict[Future[Outcome], str] = {}
         failure: BaseException | None = None
         while waiting or running:
@@ -162,6 +172,9 @@ class Runner:
                         self.executor.lines.note(f"{name} failed; {', '.join(running.values())} may finish")
             if failure is not None and not running:
                 raise failure
+
+    def _wanted(self, node: PlanNode, iteration: int | None) -> bool:
+        return self.only is None or Address(node.section, node.name, iteration) in self.only
 
     def _submit(self, node: PlanNode, iteration: int | None) -> "Future[Outcome]":
         world = self.executor.world

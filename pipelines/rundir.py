@@ -1,23 +1,25 @@
 """The run directory: the only truth about a run.
 
-    runs/RUN/run.json                    flow, seed, plan, digests of model folders and prompt files
+    runs/RUN/run.json                    flow, seed, plan, digests of model folders and prompt files; in a re-run also
+                                         `base`: the run it began from and the stage runs it adopted
     runs/RUN/{before,0000,0001,...,after}/NODE/   request.json, outputs, record.json
     runs/RUN/logs/                       what workers printed
 
 A stage's directory is complete or not there: a stage works in ``NODE.partial``, which becomes ``NODE`` by one rename.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from pipelines.plan import Section
-from schemas.artifacts import Ref
+from schemas.artifacts import Ref, refs
 from schemas.contracts import Contract, StageOutputs
 from schemas.errors import InputError, RunError
 from schemas.record import StageRecord, StageRequest
@@ -102,15 +104,51 @@ class StageDirectory:
         _sync(self.path.parent)
 
 
+class Adopted(NamedTuple):
+    """A stage run of another run that counts as one of this: where it lies, and the SHA-256 of its record."""
+
+    path: Path
+    digest: str
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """One run."""
 
     path: Path
+    adopted: Mapping[str, Adopted] = field(default_factory=dict)  # by address
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """With what it has adopted, by its run.json."""
+        base = cls(path).read().get("base") or {}
+        found = {
+            address: Adopted(path / owner / address, digest)
+            for owner, records in base.get("adopted", {}).items()
+            for address, digest in records.items()
+        }
+        return cls(path, found)
+
+    def place(self, address: Address) -> Path:
+        """Where a stage run lies, here or in the run it was adopted from."""
+        adopted = self.adopted.get(address.path)
+        return self.path / address.path if adopted is None else adopted.path
 
     def stage(self, address: Address) -> StageDirectory:
         """The directory of a stage run."""
-        return StageDirectory(self.path / address.path)
+        return StageDirectory(self.place(address))
+
+    def verify(self, address: Address) -> None:
+        """InputError when an adopted record is gone or is no longer the one that was adopted."""
+        path, digest = self.adopted[address.path]
+        record = path / RECORD
+        if not record.is_file():
+            raise InputError(
+                f"{address.label} was adopted from {path}, which is gone; bring that run back to its place"
+            )
+        if hashlib.sha256(record.read_bytes()).hexdigest() != digest:
+            message = f"{address.label} was adopted from {path}, and its record is no longer the same"
+            raise InputError(f"{message}; start the re-run anew under another name")
 
     def iteration(self, iteration: int) -> Path:
         """The folder of an iteration."""
@@ -147,17 +185,6 @@ def located(value: Any, directory: Path) -> Any:
     if isinstance(value, Mapping):
         return {key: located(item, directory) for key, item in value.items()}
     return value
-
-
-def refs(value: Any) -> list[Ref]:
-    """All Refs in outputs, also in optional and mapping fields."""
-    if isinstance(value, Ref):
-        return [value]
-    if isinstance(value, BaseModel):
-        return [ref for _, item in value for ref in refs(item)]
-    if isinstance(value, Mapping):
-        return [ref for item in value.values() for ref in refs(item)]
-    return []
 
 
 def outputs_of(record: StageRecord, contract: Contract, directory: Path) -> StageOutputs:

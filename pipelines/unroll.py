@@ -164,14 +164,12 @@ class Unrolled:
         """The record of a stage that has run."""
         record = self.run.stage(address).record()
         if record is None:
-            raise RunError(
-                f"{address.label} has no record in {self.run.path / address.path}; it should have run by now"
-            )
+            raise RunError(f"{address.label} has no record in {self.run.place(address)}; it should have run by now")
         return record
 
     def outputs(self, address: Address, record: StageRecord) -> StageOutputs:
         """The outputs in a record."""
-        return outputs_of(record, self.plan.nodes[address.node].contract, self.run.path / address.path)
+        return outputs_of(record, self.plan.nodes[address.node].contract, self.run.place(address))
 
     def _output(self, address: Address, output: str) -> Found | Missing:
         record = self.record(address)
@@ -180,7 +178,7 @@ class Unrolled:
         value = dict(self.outputs(address, record))[output]
         if value is None:
             return Missing(f"{address.label} made no {output!r}")
-        directory = (self.run.path / address.path).resolve()
+        directory = self.run.place(address).resolve()
         return Found(located(value, directory), identity_of(value), f"{address.path}.{output}")
 
 

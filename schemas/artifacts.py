@@ -4,8 +4,11 @@ In a record a `path` is relative to the stage's directory, so that a run may be 
 `digest` covers content (names, types, shapes, bytes), not files: equal content has an equal digest.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from pydantic import BaseModel
 
 from schemas.losses import WeightSet
 from schemas.strict import Strict
@@ -91,3 +94,14 @@ class HistoryRef(Strict):
     """A metric over the loop's iterations, oldest first."""
 
     points: tuple[tuple[int, float], ...]
+
+
+def refs(value: Any) -> list[Ref]:
+    """All Refs in inputs or outputs, also in optional and mapping fields."""
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, BaseModel):
+        return [ref for _, item in value for ref in refs(item)]
+    if isinstance(value, Mapping):
+        return [ref for item in value.values() for ref in refs(item)]
+    return []

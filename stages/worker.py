@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from schemas.contracts import CONTRACTS
+from schemas.artifacts import TableRef, refs
+from schemas.contracts import CONTRACTS, StageInputs
 from schemas.errors import InputError, closest
 from schemas.record import StageRequest
 from stages.context import StageContext
+from stages.store import tables
 
 _PR_SET_PDEATHSIG = 1
 _REPORT_EVERY = 0.5  # seconds
@@ -35,6 +37,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._residents: dict[str, object] = {}
+        self._verified: set[tuple[str, str]] = set()
         self._device: str | None = None
 
     def perform(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
@@ -60,8 +63,17 @@ class Worker:
             residents=self._residents,
             progress=progress,
         )
+        if context.rank == 0:
+            self._verify(inputs)
         stage = importlib.import_module(f"stages.{request.stage}")
         return stage.run(config, inputs, context).model_dump(mode="json")
+
+    def _verify(self, inputs: StageInputs) -> None:
+        """Compares every table that is read with its digests, once: a disk may have changed what was committed."""
+        for ref in refs(inputs):
+            if isinstance(ref, TableRef) and (ref.path, ref.digest) not in self._verified:
+                tables.verify(ref)
+                self._verified.add((ref.path, ref.digest))
 
     def _joined(self, wanted: str, timeout: float) -> str:
         """This rank's device, once it has met the others; without others it is a group of its own."""

@@ -1,5 +1,6 @@
 """Bad input as a user meets it: a message that names file, field and remedy, exit code 2, no traceback."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_no_flows_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_broken_shard_is_named_and_nothing_else_is_lost(folder: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "one bit"])
+def test_broken_shard_is_named_and_nothing_else_is_lost(folder: Path, damage: str) -> None:
     more = """
   pictures:
     description: Draw and score.
@@ -96,10 +98,14 @@ def test_broken_shard_is_named_and_nothing_else_is_lost(folder: Path) -> None:
     before = folder / "runs" / "one" / "before"
     shard = next((before / "render").rglob("*.arrow"))
     whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    for path in sorted((before / "score").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    (before / "score").rmdir()
-    refused(rewardflow(*words, cwd=folder), shard.name, "render")
-    shard.write_bytes(whole)
-    assert rewardflow(*words, cwd=folder).returncode == 0
+    wrong = bytearray(whole)
+    wrong[whole.index(b"\x89PNG") + 40] ^= 1
+    shard.write_bytes(whole[: len(whole) // 2] if damage == "cut" else wrong)
+    shutil.rmtree(before / "score")
+    stage = before / "render"
+    refused(rewardflow(*words, cwd=folder), shard.name, f"Delete the stage's directory {stage.resolve()} and run again")
+    shutil.rmtree(stage)  # as told: it is made again, and nothing else is
+    done = rewardflow(*words, cwd=folder)
+    assert done.returncode == 0
+    assert "reused 1 finished stages" in done.stdout
+    assert shard.read_bytes() == whole

@@ -24,8 +24,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "latent_shape": [4],
         "num_steps": 1,
         "sampler": {},
-        "policy": "",
-        "weights": "none",
+        "weights": "raw",
     },
     "policy": {"trainable": "full", "sets": ["raw", "ema"], "updates": 1},
     "folder": {},
@@ -73,6 +72,8 @@ class BenchLauncher:
             }
             (Path(request.directory) / name).write_text(json.dumps(basis))
             outputs[name] = {"path": name, "digest": fingerprint(basis), **EXTRA[name]}
+            if name == "trajectory":
+                outputs[name]["policy"] = (request.inputs.get("policy") or {}).get("digest", "")
         return outputs
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from pipelines.digests import AssetDigests
 from pipelines.lock import locked
-from pipelines.rundir import Address, RunDirectory, StageDirectory, located, refs, write_request
-from schemas.artifacts import FileRef, RewardsTable
+from pipelines.rundir import Address, RunDirectory, StageDirectory, located, write_request
+from schemas.artifacts import FileRef, RewardsTable, refs
 from schemas.contracts import CONTRACTS, SummariseInputs, SummariseOutputs
 from schemas.engine import Resources
 from schemas.errors import InputError, RunError, UserError
