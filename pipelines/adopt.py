@@ -84,10 +84,10 @@ def anew(world: Unrolled, start: Start, only: bool) -> set[Address]:
 
 def _reads(world: Unrolled, node: PlanNode, iteration: int | None) -> Iterator[Address]:
     for edge in [*node.edges(), *([node.when] if node.when else [])]:
-        yield from _behind(world, edge, iteration)
+        yield from behind(world, edge, iteration)
 
 
-def _behind(world: Unrolled, edge: Edge, iteration: int | None) -> Iterator[Address]:
+def behind(world: Unrolled, edge: Edge, iteration: int | None) -> Iterator[Address]:
     """Every stage run that an edge may lead to."""
     plan = world.plan
     match edge:
@@ -100,13 +100,13 @@ def _behind(world: Unrolled, edge: Edge, iteration: int | None) -> Iterator[Addr
             earlier = range((iteration or 0) - 1, -1, -1)
             made = (i for i in earlier if world.due(plan.nodes[carry.next.node], i))
             yield from (Address("body", carry.next.node, i) for i in made)
-            yield from _behind(world, carry.start, None)
+            yield from behind(world, carry.start, None)
         case FromLast(node, _) | FromHistory(node, _):
             yield from _runs(world, node)
         case FromBest(node, _, policy):
             for address in _runs(world, node):
                 yield address
-                yield from _behind(world, policy, address.iteration)
+                yield from behind(world, policy, address.iteration)
 
 
 def _runs(world: Unrolled, node: str) -> Iterator[Address]:

@@ -12,6 +12,7 @@ from types import FrameType
 from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.load import load
+from pipelines.look import look_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, remove, rerun_commands
 from schemas.errors import RewardflowError, ServerLost, UserError
@@ -88,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     rerun, removal = rerun_commands(commands)
     rerun.set_defaults(command=_rerun)
     removal.set_defaults(command=remove)
+    looking = look_commands(commands)
+    why = looking[2]
     for command in (run, rerun):
         command.add_argument(
             "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
@@ -96,15 +99,15 @@ def _parser() -> argparse.ArgumentParser:
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
         command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, rerun, removal):
+    for command in (run, rerun, removal, *looking):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, rerun):
+    for command in (listing, plan, run, rerun, why):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, rerun):
+    for command in (plan, run, rerun, why):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 

@@ -43,7 +43,7 @@ class Executor:
         if address.path in self.world.run.adopted:
             return self._adopted(address)
         directory = self.world.run.stage(address)
-        why = self._unwanted(node, iteration)
+        why = self.world.unwanted(node, iteration)
         resolved = Resolved(missing=why) if why else self.world.resolve(node, iteration)
         if resolved.missing:
             return self._skip(node, address, directory, resolved.missing)
@@ -63,16 +63,6 @@ class Executor:
         record = self.world.record(address)
         self.lines.reused(address)
         return Outcome("reused", address, record.outputs.get("metrics", {}), "adopted")
-
-    def _unwanted(self, node: PlanNode, iteration: int | None) -> str:
-        """Why `when` skips the node; empty when it does not."""
-        if node.when is None:
-            return ""
-        source = self.world.address(node.when.node, iteration)
-        value = self.world.metric(source, node.when.output)
-        if value is None:
-            return f"{source.label} was skipped"
-        return f"{node.when.output} of {source.label} is 0" if value == 0 else ""
 
     def _stands(
         self, node: PlanNode, address: Address, record: StageRecord, wanted: dict[str, Any], resolved: Resolved

@@ -13,8 +13,8 @@ from pipelines.compile import compile_flow
 from pipelines.load import load
 from pipelines.lock import locked
 from pipelines.plan import Plan
-from pipelines.rundir import RunDirectory
-from schemas.errors import UserError, closest
+from pipelines.saved import saved
+from schemas.errors import UserError
 
 _ABOUT = f"""\
 Makes a new run from an old one: what stands before the chosen stage is adopted, not copied; the chosen stage and what
@@ -47,7 +47,7 @@ def rerun_commands(
 
 def prepared(arguments: argparse.Namespace, run_name: str) -> tuple[Plan, list[str]]:
     """The plan of a re-run and all its overrides; its directory is there with a run.json."""
-    base = found(arguments.runs, arguments.base)
+    base = saved(arguments.runs, arguments.base).run
     facts = base.read()
     sets = [*facts.get("plan", {}).get("sets", []), *arguments.set]
     flow = str(facts.get("flow", ""))
@@ -56,17 +56,9 @@ def prepared(arguments: argparse.Namespace, run_name: str) -> tuple[Plan, list[s
     return plan, sets
 
 
-def found(runs: Path, name: str) -> RunDirectory:
-    """A run by its name; UserError names the closest."""
-    if not (runs / name / "run.json").is_file():
-        known = [path.parent.name for path in runs.glob("*/run.json")]
-        raise UserError(f"no run {name!r} in {runs}. {closest(name, known)}")
-    return RunDirectory.open(runs / name)
-
-
 def remove(arguments: argparse.Namespace) -> int:
     """Refuses while a re-run needs it or a process works on it."""
-    run = found(arguments.runs, arguments.base).path
+    run = saved(arguments.runs, arguments.base).run.path
     needing = sorted(_needing(arguments.runs, run))
     if needing:
         raise UserError(

@@ -68,6 +68,16 @@ class Unrolled:
             iteration -= 1
         return Address("body", name, iteration)
 
+    def unwanted(self, node: PlanNode, iteration: int | None) -> str:
+        """Why `when` skips the node; empty when it does not."""
+        if node.when is None:
+            return ""
+        source = self.address(node.when.node, iteration)
+        value = self.metric(source, node.when.output)
+        if value is None:
+            return f"{source.label} was skipped"
+        return f"{node.when.output} of {source.label} is 0" if value == 0 else ""
+
     def resolve(self, node: PlanNode, iteration: int | None) -> Resolved:
         """The inputs of a stage run, each from a committed record."""
         out = Resolved()
