@@ -28,6 +28,8 @@ examples:
   rewardflow plan shapes                    what a flow will do, checked, without running it
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
   rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
+  rewardflow show demo                      what it did; also runs, why and diff
+  rewardflow rerun demo --from 7/update --as lower --set update.optimizer.learning_rate.start=3e-5
 
 A run lives in one directory, runs/NAME. Every stage leaves a folder there,
 runs/NAME/ITERATION/STAGE, with its request, its outputs (Arrow tables, safetensors)
