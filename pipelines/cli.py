@@ -14,7 +14,7 @@ from pipelines.describe import as_json, as_text
 from pipelines.load import load
 from pipelines.look import look_commands
 from pipelines.plan import Plan
-from pipelines.rerun import prepared, remove, rerun_commands
+from pipelines.rerun import prepared, prune_run, remove, rerun_commands
 from schemas.errors import RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
@@ -88,12 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a flow, or go on with a run that was stopped")
     run.set_defaults(command=_run)
     run.add_argument("flow", metavar="NAME", help="a flow of the file")
-    rerun, removal = rerun_commands(commands)
-    rerun.set_defaults(command=_rerun)
-    removal.set_defaults(command=remove)
+    again = rerun_commands(commands)
+    again.rerun.set_defaults(command=_rerun)
+    again.remove.set_defaults(command=remove)
+    again.prune.set_defaults(command=prune_run)
     looking = look_commands(commands)
     why = looking[2]
-    for command in (run, rerun):
+    for command in (run, again.rerun):
         command.add_argument(
             "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
         )
@@ -101,15 +102,15 @@ def _parser() -> argparse.ArgumentParser:
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
         command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, rerun, removal, *looking):
+    for command in (run, *again, *looking):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, rerun, why):
+    for command in (listing, plan, run, again.rerun, again.prune, why):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, rerun, why):
+    for command in (plan, run, again.rerun, why):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 

@@ -47,6 +47,7 @@ def compile_flow(file: LoadedFile, name: str) -> Plan:
         resources=flow.resources,
         python_path=file.python_path,
         base=file.base,
+        keep=flow.keep,
         schedule=flow.schedule,
         tags=flow.tags,
         sets=tuple(file.raw.sets.values()),

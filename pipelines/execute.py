@@ -9,8 +9,10 @@ from pipelines.facts import volatile
 from pipelines.launch import Launcher
 from pipelines.plan import FromNode, PlanNode
 from pipelines.progress import Clock, Lines
+from pipelines.prune import lost_input
 from pipelines.rundir import Address, StageDirectory, write_request
 from pipelines.unroll import Resolved, Unrolled
+from schemas.errors import InputError
 from schemas.fingerprint import fingerprint
 from schemas.record import StageRecord, StageRequest
 
@@ -53,6 +55,9 @@ class Executor:
         if record is not None and record.status == "done" and self._stands(node, address, record, wanted, resolved):
             self.lines.reused(address)
             return Outcome("reused", address, record.outputs.get("metrics", {}))
+        lost = lost_input(dict(node.contract.inputs.model_validate(resolved.request)), resolved.sources)
+        if lost:
+            raise InputError(f"{address.label}: {lost}; begin at an earlier stage, or make that stage again")
         if record is not None:
             directory.move_aside()
         return self._compute(node, address, directory, wanted, resolved)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from schemas.contracts import CONTRACTS, Contract, StageConfig
 from schemas.engine import Resources
-from schemas.flow import Guard, Schedule
+from schemas.flow import Guard, Keep, Schedule
 
 Section = Literal["before", "body", "after"]
 
@@ -117,6 +117,7 @@ class Plan:
     resources: Resources
     python_path: tuple[str, ...]  # absolute
     base: Path  # folder of flows.yaml; relative asset paths count from it (already resolved in configs)
+    keep: Keep | None = None
     schedule: Schedule | None = None
     tags: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()  # PATH=VALUE, as given with --set

@@ -1,4 +1,4 @@
-"""The commands `rerun` and `remove`."""
+"""The commands `rerun`, `remove` and `prune`."""
 
 import argparse
 import json
@@ -7,15 +7,25 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelines.adopt import EVERY, begin, start_of
 from pipelines.compile import compile_flow
 from pipelines.load import load
 from pipelines.lock import locked
 from pipelines.plan import Plan
+from pipelines.prune import Pruner, prune
 from pipelines.saved import saved
+from pipelines.show import size
+from pipelines.unroll import Unrolled
 from schemas.errors import UserError
+from schemas.flow import Keep
 
+_PRUNE = """\
+Removes trajectories, samples, embeddings and policies of iterations that `keep: {last: N, every: M}` lets go. Records
+stay, and so does what the loop's end may read (the best policy), what a kept iteration began from, and what another run
+adopted.
+"""
 _ABOUT = f"""\
 Makes a new run from an old one: what stands before the chosen stage is adopted, not copied; the chosen stage and what
 follows it are made anew. The settings are those of the old run (its --set, and today's flows.yaml) with --set on top.
@@ -29,10 +39,16 @@ The old run stays as it is.
 """
 
 
-def rerun_commands(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """`rerun` and `remove`; what they share with `run` is added by the caller."""
+class Parsers(NamedTuple):
+    """What they share with `run` is added by the caller."""
+
+    rerun: argparse.ArgumentParser
+    remove: argparse.ArgumentParser
+    prune: argparse.ArgumentParser
+
+
+def rerun_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> Parsers:
+    """`rerun`, `remove` and `prune`."""
     kind = argparse.RawDescriptionHelpFormatter
     rerun = commands.add_parser(
         "rerun", help="a new run from a stage of an old one", description=_ABOUT, formatter_class=kind
@@ -42,7 +58,16 @@ def rerun_commands(
     rerun.add_argument("--only", action="store_true", help="this stage only, nothing that follows from it")
     removal = commands.add_parser("remove", help="remove a run, unless another one needs it")
     removal.add_argument("base", metavar="RUN", help="the run's name")
-    return rerun, removal
+    pruning = commands.add_parser(
+        "prune", help="remove heavy outputs of old iterations; records stay", description=_PRUNE
+    )
+    pruning.add_argument("base", metavar="RUN", help="the run's name")
+    pruning.add_argument(
+        "--last", type=_count, metavar="N", help="keep the newest N iterations (default: the flow's keep)"
+    )
+    pruning.add_argument("--every", type=_count, metavar="M", help="keep every M-th iteration too")
+    pruning.add_argument("--dry-run", action="store_true", help="only tell what would go")
+    return Parsers(rerun, removal, pruning)
 
 
 def prepared(arguments: argparse.Namespace, run_name: str) -> tuple[Plan, list[str]]:
@@ -70,6 +95,32 @@ def remove(arguments: argparse.Namespace) -> int:
     shutil.rmtree(gone)
     print(f"removed {run}")
     return 0
+
+
+def prune_run(arguments: argparse.Namespace) -> int:
+    """Removes, or only lists, what `keep` lets go."""
+    run = saved(arguments.runs, arguments.base)
+    flow = str(run.facts.get("flow", ""))
+    plan = compile_flow(load(arguments.file, flow, run.plan.get("sets", [])), flow)
+    keep = plan.keep
+    if arguments.last is not None or arguments.every is not None:
+        keep = Keep(last=arguments.last or 2, every=arguments.every)
+    if keep is None:
+        raise UserError(f"the flow {flow!r} has no `keep`; say what to keep with --last N and --every M")
+    with locked(run.run.path, print, patience=0):
+        world = Unrolled(plan, run.run)
+        heavy = Pruner(run.run.path, keep).found(world, run.iterations() - 1) if run.iterations() else []
+        for one in heavy:
+            print(f"{one.address.path}.{one.output}  {size(one.size)}")
+        total = sum(one.size for one in heavy) if arguments.dry_run else prune(heavy)
+    print(f"{'would free' if arguments.dry_run else 'freed'} {size(total)} in {len(heavy)} outputs")
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _needing(runs: Path, run: Path) -> Iterator[str]:

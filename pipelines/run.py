@@ -20,6 +20,7 @@ from pipelines.launch import Launcher, launcher
 from pipelines.lock import locked
 from pipelines.plan import FromNode, Plan, PlanNode
 from pipelines.progress import Lines
+from pipelines.prune import Pruner, prune
 from pipelines.report import Report, as_lines, report
 from pipelines.rundir import Address, RunDirectory
 from pipelines.unroll import Unrolled
@@ -140,8 +141,11 @@ class Runner:
     def _loop(self, world: Unrolled) -> int:
         """Runs the body; gives the number of iterations that count."""
         guards = Guards(world)
+        pruner = None if world.plan.keep is None or self.only is not None else Pruner(world.run.path, world.plan.keep)
         for iteration in range(world.plan.times):
             self._section([n for n in world.plan.section("body") if world.due(n, iteration)], iteration)
+            if pruner is not None:
+                prune(pruner.found(world, iteration))
             decision = guards.decision(iteration) if self.only is None else None
             if decision is None:
                 continue

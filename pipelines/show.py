@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.progress import main_metrics
+from pipelines.prune import pruned
 from pipelines.rundir import Address
 from pipelines.saved import Saved
 from schemas.errors import UserError, closest
@@ -116,6 +117,7 @@ def stage_json(run: Saved, address: Address) -> Json:
         "adopted": address.path in run.run.adopted,
         "path": str(place),
         "bytes": sum(file.stat().st_size for file in place.rglob("*") if file.is_file()),
+        "pruned": pruned(place),
         "readers": sorted(a.path for a, r in run.records.items() if _reads(r, address.path)),
         "lineage": lineage(run, address),
         **record.model_dump(mode="json"),
@@ -141,7 +143,8 @@ def stage_text(shown: Json) -> list[str]:
     for name, value in shown["outputs"].items():
         if isinstance(value, Mapping) and "digest" in value:
             rows = f", {value['rows']} rows in {len(value['shards'])} shards" if "rows" in value else ""
-            lines.append(f"  {name}: {value['path']}{rows}, digest {value['digest'][:12]}")
+            gone = ", pruned" if name in shown["pruned"] else ""
+            lines.append(f"  {name}: {value['path']}{rows}, digest {value['digest'][:12]}{gone}")
     lines += [f"  {name} {value:.6g}" for name, value in shown["outputs"].get("metrics", {}).items()]
     lines.append(f"lineage  {' <- '.join(shown['lineage'])}")
     lines.append(f"read by  {', '.join(shown['readers']) or 'nothing yet'}")
@@ -246,11 +249,17 @@ def _stage_line(run: Saved, address: Address, record: StageRecord) -> Json:
         "section": address.section,
         "address": address.path,
         "node": address.node,
-        "status": "adopted" if address.path in run.run.adopted else record.status,
+        "status": _status(run, address, record),
         "why": record.why,
         "seconds": record.volatile.seconds,
         "metrics": record.outputs.get("metrics", {}),
     }
+
+
+def _status(run: Saved, address: Address, record: StageRecord) -> str:
+    if address.path in run.run.adopted:
+        return "adopted"
+    return "pruned" if pruned(run.run.place(address)) else record.status
 
 
 def _stages(rows: Sequence[Json]) -> list[str]:

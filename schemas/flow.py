@@ -39,6 +39,16 @@ class Loop(Strict):
     stop: dict[Name, Guard] = Field(default_factory=dict)
 
 
+class Keep(Strict):
+    """Which iterations keep their heavy outputs: trajectories, samples, embeddings of the loop, and policies.
+
+    What the loop's end or another run still needs is kept too, and the records of all.
+    """
+
+    last: int = Field(default=2, ge=1, description="The newest iterations.")
+    every: int | None = Field(default=None, ge=1, description="And every N-th, with the policy it began from.")
+
+
 class Schedule(Strict):
     """When the flow starts by itself once it is deployed."""
 
@@ -66,6 +76,7 @@ class Flow(Strict):
     loop: Loop | None = None
     after: dict[Name, RawNode] = Field(default_factory=dict)
     resources: Resources = Resources()
+    keep: Keep | None = Field(default=None, description="Retention of heavy outputs; everything is kept when none.")
     schedule: Schedule | None = None
     tags: tuple[str, ...] = ()
 

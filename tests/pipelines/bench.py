@@ -36,7 +36,7 @@ def no_metrics(request: StageRequest) -> dict[str, float]:
 
 
 class BenchLauncher:
-    """Each output is a file; its digest covers what the stage was asked for and the digests of what it read."""
+    """Each output is a folder; its digest covers what the stage was asked for and the digests of what it read."""
 
     def __init__(self, metrics: Metrics = no_metrics, hook: Callable[[StageRequest], None] | None = None) -> None:
         self.requests: list[StageRequest] = []
@@ -70,7 +70,9 @@ class BenchLauncher:
                 "seed": request.seed if "seed" in varies else None,
                 "metrics": outputs["metrics"],
             }
-            (Path(request.directory) / name).write_text(json.dumps(basis))
+            folder = Path(request.directory) / name
+            folder.mkdir(exist_ok=True)
+            (folder / "content").write_text(json.dumps(basis))
             outputs[name] = {"path": name, "digest": fingerprint(basis), **EXTRA[name]}
             if name == "trajectory":
                 outputs[name]["policy"] = (request.inputs.get("policy") or {}).get("digest", "")
