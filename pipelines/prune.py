@@ -52,7 +52,8 @@ def prune(found: list[Heavy]) -> int:
     """Removes them and gives the bytes; each stage's note of it is written first."""
     for heavy in found:
         directory = heavy.path.parent
-        gone = {**pruned(directory), heavy.output: heavy.size}
+        # A removal that was killed has noted the whole size already.
+        gone = {heavy.output: heavy.size, **pruned(directory)}
         write_text(directory / PRUNED, json.dumps(gone, indent=1) + "\n")
         shutil.rmtree(heavy.path, ignore_errors=True)
     return sum(heavy.size for heavy in found)

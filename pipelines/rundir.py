@@ -11,6 +11,7 @@ A stage's directory is complete or not there: a stage works in ``NODE.partial``,
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,10 @@ class StageDirectory:
         text = json.dumps(cut, sort_keys=True)
         mark = self.partial / CUT
         if self.partial.exists() and not (mark.is_file() and mark.read_text() == text):
-            _moved_aside(self.partial, self.path)
+            if {entry.name for entry in self.partial.iterdir()} <= {CUT}:  # killed before it had begun
+                shutil.rmtree(self.partial)
+            else:
+                _moved_aside(self.partial, self.path)
         if not self.partial.exists():
             self.partial.mkdir(parents=True)
             mark.write_text(text)
@@ -95,7 +99,6 @@ class StageDirectory:
         """Checks the outputs, writes the record last, and makes the working folder the stage's by one rename."""
         if record.status == "done":
             _checked(record, contract, self.partial)
-        (self.partial / CUT).unlink(missing_ok=True)
         (self.partial / RECORD).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
         _sync_tree(self.partial)
         if self.path.exists():  # a folder without a record is no result

@@ -57,7 +57,7 @@ def test_commit_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert directory.record() is None
     directory.commit(record(), CONTRACTS["prompts"])
     assert directory.record() == record()
-    assert sorted(p.name for p in directory.path.iterdir()) == ["chosen", "record.json"]
+    assert sorted(p.name for p in directory.path.iterdir()) == ["chosen", "cut.json", "record.json"]
     assert not directory.partial.exists()
 
 
@@ -84,6 +84,31 @@ def test_partial_work_is_kept_for_the_same_cut_only(tmp_path: Path) -> None:
     fresh = directory.open_partial({**CUT, "micro_batch": 4})
     assert not (fresh / "chosen").exists()
     assert (directory.path.with_name("prompts.stale-1") / "chosen").read_text() == "first"
+
+
+def test_a_kill_just_before_the_rename_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = stage(tmp_path)
+    filled(directory, "first")
+    with monkeypatch.context() as broken:
+        broken.setattr("os.replace", lambda *_: _killed())
+        with pytest.raises(KeyboardInterrupt):
+            directory.commit(record(), CONTRACTS["prompts"])
+    assert (directory.open_partial(CUT) / "chosen").read_text() == "first"
+    directory.commit(record(), CONTRACTS["prompts"])
+    assert [p.name for p in directory.path.parent.iterdir()] == ["prompts"]
+
+
+def _killed() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_kill_before_the_work_began_leaves_nothing_aside(tmp_path: Path) -> None:
+    directory = stage(tmp_path)
+    directory.partial.mkdir(parents=True)
+    (directory.partial / "cut.json").write_text("")
+    filled(directory)
+    directory.commit(record(), CONTRACTS["prompts"])
+    assert [p.name for p in directory.path.parent.iterdir()] == ["prompts"]
 
 
 def test_old_results_move_aside_under_free_numbers(tmp_path: Path) -> None:

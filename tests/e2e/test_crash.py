@@ -1,0 +1,100 @@
+"""Kills at random moments, again and again: the run still ends as if nothing had happened.
+
+A short form of what `REWARDFLOW_CRASH_SEEDS=10 pytest tests/e2e/test_crash.py -s` does in full: 10 kills a seed.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import MARK, gone, marked, workers_of
+
+ROOT = Path(__file__).parents[2]
+KILLS = 10
+SEEDS = int(os.environ.get("REWARDFLOW_CRASH_SEEDS", "2"))
+pytestmark = pytest.mark.slow
+
+# Stages that load no torch, so that a start takes a second; with retention, so that pruning is killed too.
+FLOWS = """\
+flows:
+  micro:
+    description: Choose, draw, score and judge, again and again.
+    stages:
+      all: {stage: prompts, path: "package:stages.shapes/prompts/all.txt"}
+    loop:
+      times: 200
+      body:
+        chosen: {stage: prompts, path: "package:stages.shapes/prompts/all.txt", choose: 3}
+        render: {prompts: chosen.chosen, per_prompt: 8}
+        score: {samples: render.samples, rewards: {size: {kind: jpeg_size}, right: {kind: shapes}}}
+        advantage: {rewards: score.rewards}
+    keep: {last: 2, every: 10}
+"""
+COMMAND = [sys.executable, "-m", "pipelines.cli", "run", "micro", "--plain"]
+
+
+def started(folder: Path) -> "subprocess.Popen[bytes]":
+    (folder / "flows.yaml").write_text(FLOWS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    with (folder / "out.txt").open("ab") as out:
+        return subprocess.Popen(COMMAND, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Every file by its place; records without what may differ between equal runs."""
+    found: dict[str, Any] = {}
+    for path in run.rglob("*"):
+        if path.is_dir() or path.parent.name == "logs" or path.name in ("lock", "run.json", "request.json"):
+            continue
+        name = str(path.relative_to(run))
+        found[name] = path.read_bytes()
+        if path.name == "record.json":
+            found[name] = {key: value for key, value in json.loads(found[name]).items() if key != "volatile"}
+    return found
+
+
+def committed(run: Path) -> int:
+    return sum(1 for _ in run.glob("*/*/record.json"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole")
+    assert started(folder).wait(120) == 0, (folder / "out.txt").read_text()
+    return outcome(folder / "runs" / "micro")
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_kills_change_nothing(whole: dict[str, Any], tmp_path: Path, seed: int) -> None:
+    dice, run = random.Random(seed), tmp_path / "runs" / "micro"
+    fruitful = kills = 0
+    while kills < KILLS:
+        before, command = committed(run), started(tmp_path)
+        time.sleep(dice.uniform(0.7, 1.8))
+        if dice.random() < 0.3 and (workers := workers_of(command.pid)):
+            os.kill(dice.choice(workers), signal.SIGKILL)  # one worker alone: the command goes on with fresh ones
+            kills, fruitful = kills + 1, fruitful + (committed(run) > before)
+            before = committed(run)
+            time.sleep(dice.uniform(0.1, 1.0))
+        left = marked(str(tmp_path))
+        if command.poll() is not None:
+            break
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait(10)
+        kills += 1
+        assert gone(left, 20)
+        fruitful += committed(run) > before
+    command = started(tmp_path)
+    assert command.wait(120) == 0, (tmp_path / "out.txt").read_text()
+    print(f"seed {seed}: {kills} kills, {fruitful} of them after something new was committed")
+    assert fruitful >= kills / 2
+    assert outcome(run) == whole
+    assert "Traceback" not in (tmp_path / "out.txt").read_text()
