@@ -1,6 +1,7 @@
 """The command `rewardflow`. It answers --help, list and plan in about a second: torch and Prefect stay out of it."""
 
 import argparse
+import errno
 import os
 import re
 import signal
@@ -72,6 +73,9 @@ def main(words: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has left; Python's own flush at exit would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"rewardflow: {error}; the run's folder is that of --runs and --as", file=sys.stderr)
+        return 1 if error.errno == errno.ENOSPC else 2
 
 
 def _parser() -> argparse.ArgumentParser:

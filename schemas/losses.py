@@ -26,6 +26,13 @@ class UniformTimes(Strict):
     range: tuple[float, float] = (0.001, 0.999)
     draws: int = Field(default=1, ge=1, description="(time, noise) pairs drawn per sample and epoch.")
 
+    @model_validator(mode="after")
+    def _rises_within_the_unit_interval(self) -> "UniformTimes":
+        low, high = self.range
+        if not 0 < low < high <= 1:
+            raise ValueError(f"range wants 0 < low < high <= 1, got {list(self.range)}")
+        return self
+
 
 class LogitNormalTimes(Strict):
     """Times t = sigmoid(N(mean, std)): more weight on the middle (SD3, arXiv 2403.03206)."""
@@ -144,12 +151,15 @@ class LearningRate(Strict):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Strict):
     """AdamW with float32 moments. `eps` is far below the gradients here (1e-9), where 1e-8 would swallow them."""
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: LearningRate = LearningRate(start=1e-4)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-15, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float | None = Field(

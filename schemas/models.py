@@ -13,7 +13,7 @@ Dtype = Literal["float32", "bfloat16"]
 class LoraConfig(Strict):
     """Low-rank adapters through PEFT; without this block all weights of the transformer are trained."""
 
-    rank: int = Field(default=16, ge=1, description="Rank of the adapters.")
+    rank: int = Field(default=16, ge=1, le=4096, description="Rank of the adapters.")
     alpha: float | None = Field(default=None, gt=0, description="Scale numerator; twice the rank when not given.")
     targets: tuple[str, ...] = Field(default=(), description="Module names; the family's default when empty.")
 

@@ -109,3 +109,8 @@ def test_broken_shard_is_named_and_nothing_else_is_lost(folder: Path, damage: st
     assert done.returncode == 0
     assert "reused 1 finished stages" in done.stdout
     assert shard.read_bytes() == whole
+
+
+def test_a_runs_folder_that_is_a_file(folder: Path) -> None:
+    (folder / "runs").write_text("")
+    refused(rewardflow("run", "small", "--plain", cwd=folder), "runs/small", "--runs")

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from schemas.contracts import CONTRACTS, AdvantageConfig, PromptsConfig, SampleConfig, ScoreConfig
-from schemas.losses import EmaConfig, GrpoLoss, LearningRate, OldPolicyConfig
+from schemas.losses import EmaConfig, GrpoLoss, LearningRate, OldPolicyConfig, OptimizerConfig, UniformTimes
 from schemas.models import LoraConfig, Sd3Model
 from schemas.rewards import JpegSizeReward
 from schemas.sampling import AllSteps, FlowSdeSampler, OdeSampler, RandomWindow
@@ -146,3 +146,15 @@ def test_seeds_are_of_identity_not_of_process() -> None:
     assert len({seed_of(1, i, "p", j) for i in range(30) for j in range(30)}) == 900
     assert seed_of("1", 2) != seed_of(1, 2)
     assert 0 <= seed_of("x") < 2**63
+
+
+@pytest.mark.parametrize("bounds", [(5, -1), (0, 1), (0.5, 0.5), (0.1, 1.5)])
+def test_times_lie_between_0_and_1(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="0 < low < high <= 1"):
+        UniformTimes(range=bounds)
+
+
+@pytest.mark.parametrize("betas", [(2, 3), (0.9, 1.0), (-0.1, 0.9)])
+def test_betas_are_below_1(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        OptimizerConfig(betas=betas)
