@@ -65,8 +65,16 @@ def _pipeline(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
         if part != "transformer" and (source / part).is_dir():
             shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns(*_UNWANTED))
     transformer.save_pretrained(folder / "transformer")
+    _forget_origin(folder / "transformer" / "config.json")
     for file in sorted(folder.rglob("*.safetensors")):
         _recast(file, _DTYPES[config.dtype])
+
+
+def _forget_origin(file: Path) -> None:
+    """An export is content: where its base lay on this machine is not part of it."""
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    facts.pop("_name_or_path", None)
+    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _updated(config: ExportConfig, model: Adapter, policy: PolicyRef | None) -> SD3Transformer2DModel:

@@ -85,6 +85,8 @@ def test_a_pipeline_holds_the_policy(sd3_folder: Path, tmp_path: Path, kind: str
     pipeline = loaded(tmp_path / outputs.folder.path)
     torch.testing.assert_close(output(pipeline.transformer), moved, atol=2e-6, rtol=0)
     assert not any("lora" in name for name, _ in pipeline.transformer.named_parameters())
+    texts = [file.read_text() for file in (tmp_path / outputs.folder.path).rglob("*.json")]
+    assert not any(str(sd3_folder) in text for text in texts)
     again = Sd3(model, str(tmp_path / outputs.folder.path))
     (row,) = again.encode(["two"], torch.device("cpu"))
     (same,) = Sd3(model, str(sd3_folder)).encode(["two"], torch.device("cpu"))
