@@ -5,14 +5,15 @@
 An adopted record is an input: verified by its digest, never compared with the plan.
 """
 
-import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from pipelines.plan import Edge, FromBest, FromCarry, FromHistory, FromLast, FromModel, FromNode, Plan, PlanNode
-from pipelines.rundir import RECORD, Address, RunDirectory
+from pipelines.rundir import RECORD, Address, RunDirectory, file_digest
 from pipelines.unroll import Unrolled
 from schemas.errors import UserError, closest
 
@@ -62,9 +63,7 @@ def addresses(world: Unrolled) -> Iterator[Address]:
     plan = world.plan
     yield from (Address("before", node.name) for node in plan.section("before"))
     for iteration in range(plan.times):
-        yield from (
-            Address("body", node.name, iteration) for node in plan.section("body") if world.due(node, iteration)
-        )
+        yield from (Address("body", node.name, iteration) for node in world.body(iteration))
     yield from (Address("after", node.name) for node in plan.section("after"))
 
 
@@ -83,7 +82,7 @@ def anew(world: Unrolled, start: Start, only: bool) -> set[Address]:
 
 
 def _reads(world: Unrolled, node: PlanNode, iteration: int | None) -> Iterator[Address]:
-    for edge in [*node.edges(), *([node.when] if node.when else [])]:
+    for edge in node.reads():
         yield from behind(world, edge, iteration)
 
 
@@ -132,9 +131,19 @@ def begin(plan: Plan, base: RunDirectory, run: Path, start: Start, sets: Sequenc
         record = base.place(address) / RECORD
         if address not in fresh and record.is_file():
             owner = _relative(record.parents[2], run)
-            adopted.setdefault(owner, {})[address.path] = hashlib.sha256(record.read_bytes()).hexdigest()
+            adopted.setdefault(owner, {})[address.path] = file_digest(record)
     run.mkdir(parents=True, exist_ok=True)
     new.write({"format": 1, "flow": plan.flow, "base": {**wanted, "adopted": adopted}})
+
+
+def adopters(run: Path) -> Iterator[tuple[str, set[str]]]:
+    """Re-runs beside a run that have adopted stages of it: their names and the addresses."""
+    for file in run.parent.glob("*/run.json"):
+        with suppress(ValueError):  # a broken run.json says nothing of what it adopted
+            base = json.loads(file.read_bytes()).get("base") or {}
+            for owner, records in base.get("adopted", {}).items():
+                if (file.parent / owner).resolve() == run.resolve():
+                    yield file.parent.name, set(records)
 
 
 def _refuse_idle_sets(plan: Plan, fresh: set[Address], sets: Sequence[str]) -> None:

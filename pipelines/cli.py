@@ -30,7 +30,7 @@ examples:
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
   rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
   rewardflow show demo                      what it did; also runs, why and diff
-  rewardflow rerun demo --from 7/update --as lower --set update.optimizer.learning_rate.start=3e-5
+  rewardflow rerun demo --from 20/update --as lower --set update.optimizer.learning_rate.start=3e-5
 
 A run lives in one directory, runs/NAME. Every stage leaves a folder there,
 runs/NAME/ITERATION/STAGE, with its request, its outputs (Arrow tables, safetensors)
@@ -97,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     again.remove.set_defaults(command=remove)
     again.prune.set_defaults(command=prune_run)
     looking = look_commands(commands)
-    why = looking[2]
     for command in (run, again.rerun):
         command.add_argument(
             "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
@@ -110,11 +109,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, again.rerun, again.prune, why):
+    for command in (listing, plan, run, again.rerun, again.prune, looking.why):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, again.rerun, why):
+    for command in (plan, run, again.rerun, looking.why):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 

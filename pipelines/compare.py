@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelines.saved import Saved
-from pipelines.show import duration, table
+from pipelines.terminal import duration, short, table
 from schemas.fingerprint import diff
 
 Json = dict[str, Any]
@@ -66,7 +66,4 @@ def _ends(run: Saved, name: str, series: Mapping[str, Mapping[int, float]]) -> J
 
 def _short(value: Any) -> str:
     """A whole node that one run lacks is told as such, not spelt out."""
-    if isinstance(value, Mapping):
-        return "(there)"
-    text = str(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return "(there)" if isinstance(value, Mapping) else short(value, _LONGEST)

@@ -152,7 +152,7 @@ def _guard(guard: Guard, scope: Scope) -> GuardPlan:
 def _ordered(nodes: Sequence[PlanNode], file: LoadedFile, drafts: Mapping[str, Draft]) -> list[PlanNode]:
     """The nodes of one section so that each comes after what it reads; else in the file's order."""
     left = {node.name: node for node in nodes}
-    needs = {node.name: _reads(node) & left.keys() for node in nodes}
+    needs = {node.name: node.near() & left.keys() for node in nodes}
     out: list[PlanNode] = []
     while left:
         ready = next((name for name in left if not needs[name] & left.keys()), None)
@@ -161,11 +161,6 @@ def _ordered(nodes: Sequence[PlanNode], file: LoadedFile, drafts: Mapping[str, D
             raise file.raw.error(f"the nodes wait for each other: {' -> '.join(cycle)}", drafts[cycle[0]].at, key=True)
         out.append(left.pop(ready))
     return out
-
-
-def _reads(node: PlanNode) -> set[str]:
-    edges = [*node.edges(), *([node.when] if node.when else [])]
-    return {edge.node for edge in edges if isinstance(edge, FromNode)}
 
 
 def _cycle(needs: Mapping[str, Sequence[str]]) -> list[str]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from pipelines.plan import PlanNode
+from pipelines.terminal import short
 from schemas.errors import StaleRecord
 from schemas.fingerprint import diff, identity
 from schemas.record import StageRecord
@@ -15,7 +16,6 @@ from schemas.record import StageRecord
 OnChange = Literal["stop", "rerun", "keep"]
 Json = dict[str, Any]
 _NOT_DEFAULT = "(not the default)"
-_LONGEST = 72
 _MOST = 12
 
 
@@ -92,12 +92,7 @@ def decide(
 
 def table(changes: list[tuple[str, Any, Any]]) -> str:
     """Field paths with recorded and wanted values, one a line."""
-    lines = [f"    {path}: {_short(old)} -> {_short(new)}" for path, old, new in changes[:_MOST]]
+    lines = [f"    {path}: {short(old)} -> {short(new)}" for path, old, new in changes[:_MOST]]
     if len(changes) > _MOST:
         lines.append(f"    and {len(changes) - _MOST} more")
     return "\n".join(lines)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -4,11 +4,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelines.compare import diff_json, diff_text
-from pipelines.compile import compile_flow
-from pipelines.load import load
 from pipelines.rundir import RunDirectory
 from pipelines.saved import Saved, saved
 from pipelines.show import (
@@ -36,8 +34,17 @@ Nothing is computed or changed.
 """
 
 
-def look_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> list[argparse.ArgumentParser]:
-    """Parsers of `runs`, `show`, `why`, `diff`; `why` takes --file and --set too."""
+class Parsers(NamedTuple):
+    """What they share with other commands is added by the caller."""
+
+    runs: argparse.ArgumentParser
+    show: argparse.ArgumentParser
+    why: argparse.ArgumentParser
+    diff: argparse.ArgumentParser
+
+
+def look_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> Parsers:
+    """`runs`, `show`, `why` and `diff`."""
     kind = argparse.RawDescriptionHelpFormatter
     runs = commands.add_parser("runs", help="the runs there are")
     runs.set_defaults(command=_runs)
@@ -52,7 +59,7 @@ def look_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     compare.add_argument("one", metavar="RUN1")
     compare.add_argument("two", metavar="RUN2")
     compare.set_defaults(command=_diff)
-    parsers = [runs, show, why, compare]
+    parsers = Parsers(runs, show, why, compare)
     for parser in parsers:
         parser.add_argument("--json", action="store_true", help="as JSON")
     return parsers
@@ -87,9 +94,7 @@ def _why(arguments: argparse.Namespace) -> int:
     run, rest = _place(arguments.runs, arguments.place)
     if len(rest) != 2:
         raise UserError(f"why {arguments.place}: wants RUN/ITERATION/STAGE, such as {run.run.path.name}/3/update")
-    flow, sets = str(run.facts.get("flow", "")), [*run.plan.get("sets", []), *arguments.set]
-    plan = compile_flow(load(arguments.file, flow, sets), flow)
-    shown = why_json(run, plan, address_of(run, *rest))
+    shown = why_json(run, run.planned(arguments.file, arguments.set), address_of(run, *rest))
     return _said(arguments, shown, why_text(shown))
 
 

@@ -85,6 +85,19 @@ class PlanNode:
         nested = [list(e.values()) if isinstance(e, Mapping) else [e] for e in self.inputs.values()]
         return [edge for group in nested for edge in group]
 
+    def reads(self) -> list[Edge]:
+        """All edges into this node, `when` among them."""
+        return [*self.edges(), *([self.when] if self.when else [])]
+
+    def near(self) -> set[str]:
+        """Nodes that this one reads directly."""
+        return {edge.node for edge in self.reads() if isinstance(edge, FromNode)}
+
+
+def due(every: int | None, iteration: int, times: int) -> bool:
+    """Whether a node of the body runs in an iteration: every N-th, and the last."""
+    return every is None or iteration % every == 0 or iteration == times - 1
+
 
 @dataclass(frozen=True)
 class CarryPlan:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pipelines.adopt import adopters
 from pipelines.plan import FromBest, FromCarry
-from pipelines.rundir import Address, write_text
+from pipelines.rundir import Address, bytes_in, write_text
 from pipelines.unroll import Found, Unrolled
 from schemas.artifacts import ConditioningTable, PolicyRef, SamplesTable, TrajectoryTable, refs
 from schemas.contracts import StageOutputs
@@ -38,7 +39,8 @@ class Pruner:
     def found(self, world: Unrolled, now: int) -> list[Heavy]:
         """Heavy outputs of iterations up to `now` that may go."""
         kept = {i for i in range(now + 1) if i > now - self.keep.last or (self.keep.every and i % self.keep.every == 0)}
-        needed = {*_needed(world, kept, now), *adopted_by_others(self.run)}
+        adopted = [addresses for _, addresses in adopters(self.run)]
+        needed = set(_needed(world, kept, now)).union(*adopted)
         out: list[Heavy] = []
         for iteration in sorted(set(range(now + 1)) - kept - self._clean):
             heavy = [h for a in _addresses(world, iteration) for h in _heavy(world, a)]
@@ -65,20 +67,6 @@ def pruned(directory: Path) -> dict[str, int]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def adopted_by_others(run: Path) -> frozenset[str]:
-    """Addresses of this run that re-runs beside it have adopted."""
-    out: set[str] = set()
-    for file in run.parent.glob("*/run.json"):
-        try:
-            base = json.loads(file.read_bytes()).get("base") or {}
-        except ValueError:  # a broken run.json says nothing of what it adopted
-            continue
-        for owner, records in base.get("adopted", {}).items():
-            if (file.parent / owner).resolve() == run.resolve():
-                out |= records.keys()
-    return frozenset(out)
-
-
 def _needed(world: Unrolled, kept: set[int], now: int) -> Iterator[str]:
     """The newest run of every node, what kept iterations were carried, and the best policies so far."""
     body = world.plan.section("body")
@@ -103,9 +91,9 @@ def _source(found: object) -> Iterator[str]:
 
 def _addresses(world: Unrolled, iteration: int) -> Iterator[Address]:
     """The iteration's own stage runs."""
-    for node in world.plan.section("body"):
+    for node in world.body(iteration):
         address = Address("body", node.name, iteration)
-        if world.due(node, iteration) and address.path not in world.run.adopted:
+        if address.path not in world.run.adopted:
             yield address
 
 
@@ -116,7 +104,7 @@ def _heavy(world: Unrolled, address: Address) -> Iterator[Heavy]:
     place = world.run.place(address)
     for output, path in _paths(world.outputs(address, record), place):
         if path.exists():
-            yield Heavy(address, output, path, sum(f.stat().st_size for f in path.rglob("*") if f.is_file()))
+            yield Heavy(address, output, path, bytes_in(path))
 
 
 def _paths(outputs: StageOutputs, place: Path) -> Iterator[tuple[str, Path]]:

@@ -1,22 +1,16 @@
 """The commands `rerun`, `remove` and `prune`."""
 
 import argparse
-import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from pipelines.adopt import EVERY, begin, start_of
-from pipelines.compile import compile_flow
-from pipelines.load import load
+from pipelines.adopt import EVERY, adopters, begin, start_of
 from pipelines.lock import locked
 from pipelines.plan import Plan
 from pipelines.prune import Pruner, prune
 from pipelines.saved import saved
-from pipelines.show import size
+from pipelines.terminal import size
 from pipelines.unroll import Unrolled
 from schemas.errors import UserError
 from schemas.flow import Keep
@@ -72,19 +66,17 @@ def rerun_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 def prepared(arguments: argparse.Namespace, run_name: str) -> tuple[Plan, list[str]]:
     """The plan of a re-run and all its overrides; its directory is there with a run.json."""
-    base = saved(arguments.runs, arguments.base).run
-    facts = base.read()
-    sets = [*facts.get("plan", {}).get("sets", []), *arguments.set]
-    flow = str(facts.get("flow", ""))
-    plan = compile_flow(load(arguments.file, flow, sets), flow)
-    begin(plan, base, arguments.runs / run_name, start_of(arguments.start, plan), arguments.set, only=arguments.only)
-    return plan, sets
+    old = saved(arguments.runs, arguments.base)
+    plan = old.planned(arguments.file, arguments.set)
+    start = start_of(arguments.start, plan)
+    begin(plan, old.run, arguments.runs / run_name, start, arguments.set, only=arguments.only)
+    return plan, [*old.sets, *arguments.set]
 
 
 def remove(arguments: argparse.Namespace) -> int:
     """Refuses while a re-run needs it or a process works on it."""
     run = saved(arguments.runs, arguments.base).run.path
-    needing = sorted(_needing(arguments.runs, run))
+    needing = sorted(name for name, _ in adopters(run))
     if needing:
         raise UserError(
             f"the run {run} is needed by {', '.join(needing)}, which adopted stages of it; remove these first"
@@ -100,13 +92,12 @@ def remove(arguments: argparse.Namespace) -> int:
 def prune_run(arguments: argparse.Namespace) -> int:
     """Removes, or only lists, what `keep` lets go."""
     run = saved(arguments.runs, arguments.base)
-    flow = str(run.facts.get("flow", ""))
-    plan = compile_flow(load(arguments.file, flow, run.plan.get("sets", [])), flow)
+    plan = run.planned(arguments.file)
     keep = plan.keep
     if arguments.last is not None or arguments.every is not None:
         keep = Keep(last=arguments.last or 2, every=arguments.every)
     if keep is None:
-        raise UserError(f"the flow {flow!r} has no `keep`; say what to keep with --last N and --every M")
+        raise UserError(f"the flow {plan.flow!r} has no `keep`; say what to keep with --last N and --every M")
     with locked(run.run.path, print, patience=0):
         world = Unrolled(plan, run.run)
         heavy = Pruner(run.run.path, keep).found(world, run.iterations() - 1) if run.iterations() else []
@@ -121,11 +112,3 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wants a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def _needing(runs: Path, run: Path) -> Iterator[str]:
-    for file in runs.glob("*/run.json"):
-        with suppress(ValueError):  # a broken run.json says nothing of what it adopted
-            base = json.loads(file.read_bytes()).get("base") or {}
-            if any((file.parent / owner).resolve() == run.resolve() for owner in base.get("adopted", {})):
-                yield file.parent.name

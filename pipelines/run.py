@@ -18,7 +18,7 @@ from pipelines.execute import Executor, Outcome
 from pipelines.guards import Guards, sentence
 from pipelines.launch import Launcher, launcher
 from pipelines.lock import locked
-from pipelines.plan import FromNode, Plan, PlanNode
+from pipelines.plan import Plan, PlanNode
 from pipelines.progress import Lines
 from pipelines.prune import Pruner, prune
 from pipelines.report import Report, as_lines, report
@@ -117,7 +117,7 @@ def _opened(run: RunDirectory, plan: Plan) -> AssetDigests:
 
 def _asked_for(world: Unrolled) -> set[Address] | None:
     """The stage runs of a re-run of one stage only; else none, which is all."""
-    base = world.run.read().get("base") or {}
+    base = world.run.base
     return anew(world, start_of(base["from"], world.plan), only=True) if base.get("only") else None
 
 
@@ -143,10 +143,11 @@ class Runner:
         guards = Guards(world)
         pruner = None if world.plan.keep is None or self.only is not None else Pruner(world.run.path, world.plan.keep)
         for iteration in range(world.plan.times):
-            self._section([n for n in world.plan.section("body") if world.due(n, iteration)], iteration)
-            if pruner is not None:
-                prune(pruner.found(world, iteration))
+            made = self._section(world.body(iteration), iteration)
             decision = guards.decision(iteration) if self.only is None else None
+            # A walk over finished iterations leaves nothing new to prune, but for what a kill had left at their end.
+            if pruner is not None and (made or decision or iteration == world.plan.times - 1):
+                prune(pruner.found(world, iteration))
             if decision is None:
                 continue
             text = sentence(decision, world.plan.guards[decision.guard].guard.falls)
@@ -156,38 +157,38 @@ class Runner:
             return iteration + 1
         return world.plan.times
 
-    def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> None:
-        """Every node as soon as its inputs are there. After a failure what runs may end, and nothing new starts."""
+    def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> bool:
+        """Every node as soon as its inputs are there; whether any was computed.
+
+        After a failure what runs may end, and nothing new starts.
+        """
+        made = False
         waiting = {node.name: node for node in nodes if self._wanted(node, iteration)}
         running: dict[Future[Outcome], str] = {}
         failure: BaseException | None = None
         while waiting or running:
             if failure is None:
                 busy = waiting.keys() | set(running.values())
-                for node in [n for n in waiting.values() if not _reads(n) & busy]:
+                for node in [n for n in waiting.values() if not n.near() & busy]:
                     del waiting[node.name]
                     running[self._submit(node, iteration)] = node.name
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 name = running.pop(future)
                 error = future.exception()
+                made = made or (error is None and future.result().state == "done")
                 if error is not None and failure is None:
                     failure = error
                     if running:
                         self.executor.lines.note(f"{name} failed; {', '.join(running.values())} may finish")
             if failure is not None and not running:
                 raise failure
+        return made
 
     def _wanted(self, node: PlanNode, iteration: int | None) -> bool:
         return self.only is None or Address(node.section, node.name, iteration) in self.only
 
     def _submit(self, node: PlanNode, iteration: int | None) -> "Future[Outcome]":
         world = self.executor.world
-        upstream = [world.address(name, iteration) for name in sorted(_reads(node))]
+        upstream = [world.address(name, iteration) for name in sorted(node.near())]
         address = Address(node.section, node.name, iteration)
         return self.caller.submit(address, upstream, partial(self.executor.run, node, iteration))
-
-
-def _reads(node: PlanNode) -> set[str]:
-    """Nodes that a node reads directly."""
-    edges = [*node.edges(), *([node.when] if node.when else [])]
-    return {edge.node for edge in edges if isinstance(edge, FromNode)}

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,18 +120,21 @@ class RunDirectory:
     """One run."""
 
     path: Path
-    adopted: Mapping[str, Adopted] = field(default_factory=dict)  # by address
+    base: Mapping[str, Any] = field(default_factory=dict)  # of a re-run: where it began, and what it adopted
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
         """With what it has adopted, by its run.json."""
-        base = cls(path).read().get("base") or {}
-        found = {
-            address: Adopted(path / owner / address, digest)
-            for owner, records in base.get("adopted", {}).items()
+        return cls(path, cls(path).read().get("base") or {})
+
+    @cached_property
+    def adopted(self) -> Mapping[str, Adopted]:
+        """By address."""
+        return {
+            address: Adopted(self.path / owner / address, digest)
+            for owner, records in self.base.get("adopted", {}).items()
             for address, digest in records.items()
         }
-        return cls(path, found)
 
     def place(self, address: Address) -> Path:
         """Where a stage run lies, here or in the run it was adopted from."""
@@ -149,7 +153,7 @@ class RunDirectory:
             raise InputError(
                 f"{address.label} was adopted from {path}, which is gone; bring that run back to its place"
             )
-        if hashlib.sha256(record.read_bytes()).hexdigest() != digest:
+        if file_digest(record) != digest:
             message = f"{address.label} was adopted from {path}, and its record is no longer the same"
             raise InputError(f"{message}; start the re-run anew under another name")
 
@@ -177,6 +181,16 @@ class RunDirectory:
     def write(self, facts: Mapping[str, Any]) -> None:
         """Replaces run.json."""
         write_text(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def bytes_in(folder: Path) -> int:
+    """What a folder takes on disk."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def located(value: Any, directory: Path) -> Any:

@@ -2,14 +2,17 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from pipelines.compile import compile_flow
+from pipelines.load import load
+from pipelines.plan import Plan, due
 from pipelines.progress import main_metrics
-from pipelines.rundir import RECORD, Address, RunDirectory
+from pipelines.rundir import RECORD, Address, RunDirectory, bytes_in
 from schemas.errors import InputError, UserError, closest
 from schemas.record import StageRecord
 
@@ -40,6 +43,11 @@ class Saved:
         return self.plan.get("nodes", {})
 
     @property
+    def sets(self) -> list[str]:
+        """The --set it last ran with."""
+        return list(self.plan.get("sets", []))
+
+    @property
     def times(self) -> int:
         """Iterations that were wanted."""
         return int(self.plan.get("times", 0))
@@ -51,8 +59,7 @@ class Saved:
         found = [a for a in map(_address, self._paths()) if a is not None and (a.node in place or not place)]
         order = {"before": 0, "body": 1, "after": 2}
         found.sort(key=lambda a: (order[a.section], a.iteration or 0, place.get(a.node, 0)))
-        read = {address: record for address in found if (record := self._record(address)) is not None}
-        return read
+        return {address: record for address in found if (record := self._record(address)) is not None}
 
     @cached_property
     def ended(self) -> int:
@@ -62,8 +69,7 @@ class Saved:
 
     def due(self, node: str, iteration: int) -> bool:
         """Whether a node of the body runs in an iteration."""
-        every = self.nodes[node].get("every")
-        return every is None or iteration % every == 0 or iteration == self.times - 1
+        return due(self.nodes[node].get("every"), iteration, self.times)
 
     def iterations(self) -> int:
         """How many iterations are there in whole."""
@@ -114,7 +120,12 @@ class Saved:
 
     def size(self) -> int:
         """Bytes on disk."""
-        return sum(file.stat().st_size for file in self.run.path.rglob("*") if file.is_file())
+        return bytes_in(self.run.path)
+
+    def planned(self, file: Path, sets: Sequence[str] = ()) -> Plan:
+        """The plan of its flow in today's file, with its own --set and these."""
+        flow = str(self.facts.get("flow", ""))
+        return compile_flow(load(file, flow, [*self.sets, *sets]), flow)
 
     def _paths(self) -> Iterator[str]:
         for file in self.run.path.glob(f"*/*/{RECORD}"):

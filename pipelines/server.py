@@ -18,25 +18,18 @@ _FAREWELL = 10.0
 _KEEPER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill "$$") & exec "$@" 3<&-'
 
 
+def server_command(port: int) -> list[str]:
+    """Starts Prefect's server on a port of this machine."""
+    return [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--host", "127.0.0.1", "--port", str(port)]
+
+
 def begin_server(log: Path) -> str:
     """Starts a server and gives the address of its API. It writes to `log`."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--no-ui",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:
         server = subprocess.Popen(
-            ["sh", "-c", _KEEPER, "sh", *command],
+            ["sh", "-c", _KEEPER, "sh", *server_command(port)],
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,

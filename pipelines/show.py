@@ -1,28 +1,18 @@
 """What a run did, one iteration of it, or one stage: as JSON, and as text for a terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.progress import main_metrics
 from pipelines.prune import pruned
-from pipelines.rundir import Address
+from pipelines.rundir import Address, bytes_in
 from pipelines.saved import Saved
+from pipelines.terminal import duration, flat, size, table
 from schemas.errors import UserError, closest
 from schemas.record import StageRecord
 
 Json = dict[str, Any]
 _ROWS = 40  # of the table of a long loop
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under their heads; the first is for names, the others for numbers."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]
 
 
 def runs_json(runs: Sequence[Saved]) -> list[Json]:
@@ -59,7 +49,7 @@ def run_json(run: Saved) -> Json:
         **_run_line(run),
         "base": None if base is None else {key: base[key] for key in ("run", "from", "only")},
         "path": str(run.run.path),
-        "sets": run.plan.get("sets", []),
+        "sets": run.sets,
         "loop": {name: {str(i): value for i, value in points.items()} for name, points in run.series().items()},
         "results": run.results(),
         "stages": [
@@ -116,7 +106,7 @@ def stage_json(run: Saved, address: Address) -> Json:
         "address": address.path,
         "adopted": address.path in run.run.adopted,
         "path": str(place),
-        "bytes": sum(file.stat().st_size for file in place.rglob("*") if file.is_file()),
+        "bytes": bytes_in(place),
         "pruned": pruned(place),
         "readers": sorted(a.path for a, r in run.records.items() if _reads(r, address.path)),
         "lineage": lineage(run, address),
@@ -163,32 +153,6 @@ def lineage(run: Saved, address: Address) -> list[str]:
             break
         seen.append(path)
     return seen
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Field paths and values of nested mappings."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
-
-
-def duration(seconds: float) -> str:
-    """For people."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def size(number: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
 
 
 def address_of(run: Saved, folder: str, node: str) -> Address:

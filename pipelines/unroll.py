@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipelines.plan import Edge, FromBest, FromCarry, FromHistory, FromLast, FromModel, FromNode, Plan, PlanNode
+from pipelines.plan import Edge, FromBest, FromCarry, FromHistory, FromLast, FromModel, FromNode, Plan, PlanNode, due
 from pipelines.rundir import Address, RunDirectory, located, outputs_of
 from schemas.artifacts import HistoryRef, Ref, TableRef
 from schemas.contracts import StageOutputs
@@ -55,7 +55,11 @@ class Unrolled:
 
     def due(self, node: PlanNode, iteration: int) -> bool:
         """Whether a node of the body runs in an iteration: every N-th, and the last."""
-        return node.every is None or iteration % node.every == 0 or iteration == self.plan.times - 1
+        return due(node.every, iteration, self.plan.times)
+
+    def body(self, iteration: int) -> list[PlanNode]:
+        """The nodes of the body that run in an iteration, in order."""
+        return [node for node in self.plan.section("body") if self.due(node, iteration)]
 
     def address(self, name: str, iteration: int | None) -> Address:
         """Where a node's newest run is, seen from an iteration."""

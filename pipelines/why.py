@@ -90,7 +90,7 @@ def _upstream(world: Unrolled, address: Address) -> Iterator[Address]:
     while waiting:
         here = waiting.pop()
         node = world.plan.nodes[here.node]
-        for edge in [*node.edges(), *([node.when] if node.when else [])]:
+        for edge in node.reads():
             for found in list(behind(world, edge, here.iteration))[:1]:
                 if found not in seen:
                     seen.add(found)

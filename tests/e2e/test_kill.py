@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.pipelines import prefect_server
 from tests.processes import MARK, gone, marked
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +85,7 @@ def prepared(folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    prefect = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    return {**inherited, **prefect, "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    return prefect_server.environment(folder / "prefect", **{"PYTHONPATH": str(ROOT), MARK: str(folder)})
 
 
 def finish(folder: Path, *words: str) -> str:

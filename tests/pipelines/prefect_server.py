@@ -2,9 +2,7 @@
 
 import json
 import os
-import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipelines.group import free_port
+from pipelines.server import server_command
 
 _PATIENCE = 180.0  # seconds, on a busy machine
 _TERMINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -59,25 +60,15 @@ class Server:
 def running_server(home: Path) -> Iterator[Server]:
     """Starts one on a free port and ends it."""
     home.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--no-ui",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    port = free_port()
     log = home / "server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment(home)
+            server_command(port),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment(home),
         )
     try:
         server = Server(f"http://127.0.0.1:{port}/api", home)

@@ -35,9 +35,6 @@ class _Family:
     def resolution(self) -> int:
         return 4
 
-    def latent_shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
     def schedule(self, steps: int) -> NoiseSchedule:
         sigmas = torch.linspace(1, 0, steps + 1)
         return NoiseSchedule(sigmas, self.timesteps(sigmas[:-1]))
@@ -47,9 +44,6 @@ class _Family:
 
     def decode(self, latents: Tensor, device: torch.device) -> Tensor:
         return latents.flatten(1)[:, :48].reshape(-1, 3, 4, 4).sigmoid().cpu()
-
-    def encode_pictures(self, pictures: Tensor, device: torch.device) -> Tensor:
-        raise NotImplementedError
 
 
 class Packed(_Family):

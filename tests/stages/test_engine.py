@@ -33,7 +33,7 @@ def test_bfloat16_computes_in_bfloat16_and_trains_in_float32(
 ) -> None:
     made, residents = chain(sd3_folder, tmp_path, lora, "bfloat16"), {}
     out = made.run(residents)[-1]
-    engine = residents["engine"][1]  # type: ignore[index]
+    engine = residents["engine"][1]
     weights = engine.weights
     assert {p.dtype for p in weights.parameters.values()} == {torch.float32}
     frozen = {p.dtype for p in engine.module.parameters() if not p.requires_grad}
