@@ -20,6 +20,9 @@ class Resources(Strict):
         default_factory=dict, description="Samples in one model call, by node or stage name; 8 where not named."
     )
     shard_micro_batches: int = Field(default=4, ge=1, description="Micro-batches in one Arrow shard.")
+    checkpoint_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps between checkpoints within an update; none: it starts over."
+    )
     timeout: float = Field(
         default=3600.0, gt=0, description="Seconds without progress after which a worker counts as lost."
     )

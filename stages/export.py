@@ -18,9 +18,9 @@ from schemas.assets import digest_of
 from schemas.contracts import ExportConfig, ExportInputs, ExportOutputs
 from schemas.errors import InputError
 from stages.context import StageContext
+from stages.engine import checkpoint
 from stages.engine.lora import ADAPTER, peft_config
 from stages.models import Adapter, adapter
-from stages.store import tensors
 
 _FOLDER = "export"
 _UNWANTED = (".*", "*.fp16*", "*.bin")  # hidden files, and the same weights in another form
@@ -116,7 +116,7 @@ def _weights(policy: PolicyRef, name: str) -> dict[str, Tensor]:
     if name not in policy.sets:
         known = ", ".join(policy.sets)
         raise InputError(f"the policy {policy.path!r} has no weights {name!r} (it has {known}); set `weights`")
-    return tensors.load(Path(policy.path) / f"{name}.safetensors")
+    return checkpoint.load(policy, name)
 
 
 def _local(config: ExportConfig, inputs: ExportInputs) -> Path:

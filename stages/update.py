@@ -31,12 +31,16 @@ def run(config: UpdateConfig, inputs: UpdateInputs, ctx: StageContext) -> Update
     # All weights of the base are the base.
     raw = inputs.trajectory.weights == "raw" or engine.digest == BASE
     on_policy = raw and inputs.trajectory.policy == engine.digest
-    metrics = UpdateMetrics()
+    left = checkpoint.halfway(ctx.directory)
+    metrics = UpdateMetrics() if left is None else UpdateMetrics.of(left.note)
     with changing(ctx, engine):
-        optimizer = engine.prepare_optimizer(config.optimizer, inputs.policy)
+        if left is not None:
+            engine.resume(left.policy)
+        optimizer = engine.prepare_optimizer(config.optimizer, inputs.policy if left is None else left.policy)
         engine.weights.keep(_sets(config))
-        _train(config, ctx, engine, optimizer, goal, metrics, on_policy)
+        _train(config, ctx, engine, optimizer, goal, metrics, on_policy, 0 if left is None else left.steps)
         policy = checkpoint.save(ctx.directory, "policy", engine.weights, optimizer, config.model)
+        checkpoint.drop_halfway(ctx.directory)
     engine.hold(policy)
     return UpdateOutputs(policy=policy, metrics=metrics.named())
 
@@ -53,13 +57,18 @@ def _train(
     goal: Objective,
     metrics: UpdateMetrics,
     on_policy: bool,
+    taken: int,
 ) -> None:
+    """All optimizer steps but the `taken` ones; every so many of them are kept, so that a stopped update goes on."""
     parts = [part for epoch in range(config.epochs) for part in goal.parts(epoch)]
-    for done, units in enumerate(parts, start=1):
+    interval = ctx.resources.checkpoint_steps or len(parts)
+    for done, units in enumerate(parts[taken:], start=taken + 1):
         bound = goal.bound if on_policy and done == 1 else None
         _step(ctx, engine, optimizer, goal, units, metrics, bound)
         if config.ema is not None:
             engine.weights.blend("ema", config.ema.at(optimizer.updates))
+        if done % interval == 0 and done < len(parts):
+            checkpoint.save_halfway(ctx.directory, done, metrics.note(), engine.weights, optimizer, config.model)
         ctx.progress(done, len(parts), "optimizer steps")
     if config.loss.needs.old_policy:
         engine.weights.blend("old", (config.old or OldPolicyConfig()).decay(ctx.iteration or 0))

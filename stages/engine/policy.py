@@ -57,6 +57,11 @@ class Engine:
             self.updates = policy.updates
         self.digest = wanted
 
+    def resume(self, halfway: PolicyRef) -> None:
+        """Takes up an unfinished update: its weights, sets and count; the optimizer is prepared from the same."""
+        self.load(halfway)
+        self.digest = None
+
     def hold(self, policy: PolicyRef) -> None:
         """Notes that memory holds this policy, which was just saved from it."""
         self.digest, self.updates = policy.digest, policy.updates

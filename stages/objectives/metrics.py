@@ -1,6 +1,8 @@
 """Statistics of an update: sums over ranks, samples and optimizer steps. Every number is the same on all ranks."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +78,17 @@ class UpdateMetrics:
         self.skipped = 0
         self.deviation = 0.0
         self.noise: float | None = None  # of the first step: later ones are off the sampled policy
+
+    @classmethod
+    def of(cls, note: Mapping[str, Any]) -> "UpdateMetrics":
+        """Those of an update that was stopped."""
+        made = cls()
+        vars(made).update(note)
+        return made
+
+    def note(self) -> dict[str, Any]:
+        """What `of` takes up again: plain numbers, exact as JSON."""
+        return dict(vars(self))
 
     def close(self, step: StepMetrics, count: float, skipped: int, **facts: float) -> None:
         """Ends an optimizer step."""

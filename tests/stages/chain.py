@@ -58,6 +58,8 @@ class Chain:
     iterations: int = 1
     flat: tuple[str, ...] = ()  # prompts whose samples all have advantage 0
     first: int = 0  # iteration
+    checkpoint_steps: int | None = None
+    stop_after: int | None = None  # optimizer steps, after which the update is stopped
     given: dict[str, Any] = field(default_factory=dict)  # refs made elsewhere: policy, conditioning, trajectory
 
     @property
@@ -75,12 +77,17 @@ class Chain:
             node=node,
             seed=7,
             iteration=iteration,
-            resources=Resources(shard_micro_batches=self.shard_micro_batches),
+            resources=Resources(shard_micro_batches=self.shard_micro_batches, checkpoint_steps=self.checkpoint_steps),
             micro_batch=self.micro_batch,
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             residents={} if residents is None else residents,
+            progress=self.progress,
         )
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        if unit == "optimizer steps" and done == self.stop_after:
+            raise KeyboardInterrupt
 
     def prompts(self) -> PromptsTable:
         ctx = self.context("prompts", 0)

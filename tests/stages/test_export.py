@@ -50,6 +50,7 @@ def policy(folder: Path, model: Sd3Model) -> tuple[PolicyRef, Tensor]:
     for parameter in trained.values():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     digest = tensors.save(folder / "ema.safetensors", {name: p.data for name, p in trained.items()})
+    (folder / "policy.json").write_text(json.dumps({"digests": {"ema": digest}}))
     kind = "full" if model.lora is None else "lora"
     moved = output(transformer)
     assert (moved - base).abs().max() > 0.01
