@@ -12,7 +12,7 @@ from pipelines.mistakes import Mistakes
 from pipelines.nodes import Draft, drafts
 from pipelines.plan import CarryPlan, Edge, FromModel, FromNode, GuardPlan, Plan, PlanNode, Section
 from schemas.artifacts import PolicyRef
-from schemas.contracts import StageConfig
+from schemas.doors import StageConfig
 from schemas.errors import UserError, closest
 from schemas.flow import Carry, Flow, Guard, NodeOptions
 

@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from pipelines.checks import model_of, source
 from pipelines.edges import text_of
 from pipelines.plan import Edge, Plan, PlanNode
-from schemas.contracts import EncodeImagesConfig, PromptsConfig, RenderConfig, SampleConfig, UpdateConfig
+from schemas.contracts import EncodeImagesConfig, PromptsConfig, SampleConfig, UpdateConfig
 from schemas.losses import LogitNormalTimes, NftLoss, ScheduleTimes, SftLoss, UniformTimes
 from schemas.sampling import FlowSdeSampler
+from schemas.shapes import RenderConfig
 
 WIDTH = 100
 _TITLES = {"before": "once, before the loop", "after": "once, after the loop"}

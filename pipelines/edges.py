@@ -12,7 +12,7 @@ from pipelines.mistakes import Mistakes, models_in
 from pipelines.nodes import Draft
 from pipelines.plan import Edge, FromBest, FromCarry, FromHistory, FromLast, FromModel, FromNode, PlanNode
 from schemas.artifacts import HistoryRef, PolicyRef
-from schemas.contracts import Contract
+from schemas.doors import Contract
 from schemas.errors import UserError, closest
 
 _LOOP = re.compile(r"^loop\.(\w+)\((.*)\)$")

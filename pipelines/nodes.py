@@ -12,7 +12,8 @@ from pipelines.load import SECTIONS, LoadedFile
 from pipelines.mistakes import At, Mistakes, parsed
 from pipelines.plan import Section
 from schemas.assets import Asset, is_hub_id, resolve
-from schemas.contracts import CONTRACTS, Contract, PromptsConfig, ScoreConfig, StageConfig
+from schemas.contracts import CONTRACTS, PromptsConfig, ScoreConfig
+from schemas.doors import Contract, StageConfig
 from schemas.errors import InputError, closest
 from schemas.fingerprint import assets
 from schemas.flow import Flow, Loop, NodeOptions

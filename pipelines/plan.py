@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from schemas.contracts import CONTRACTS, Contract, StageConfig
+from schemas.contracts import CONTRACTS
+from schemas.doors import Contract, StageConfig
 from schemas.engine import Resources
 from schemas.flow import Guard, Keep, Schedule
 

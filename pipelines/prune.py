@@ -12,7 +12,7 @@ from pipelines.plan import FromBest, FromCarry
 from pipelines.rundir import Address, bytes_in, write_text
 from pipelines.unroll import Found, Unrolled
 from schemas.artifacts import ConditioningTable, PolicyRef, SamplesTable, TrajectoryTable, refs
-from schemas.contracts import StageOutputs
+from schemas.doors import StageOutputs
 from schemas.flow import Keep
 
 PRUNED = "pruned.json"  # in a stage's directory: what is gone, by output, in bytes

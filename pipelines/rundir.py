@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipelines.plan import Section
 from schemas.artifacts import Ref, refs
-from schemas.contracts import Contract, StageOutputs
+from schemas.doors import Contract, StageOutputs
 from schemas.errors import InputError, RunError
 from schemas.record import StageRecord, StageRequest
 

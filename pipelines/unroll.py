@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pipelines.plan import Edge, FromBest, FromCarry, FromHistory, FromLast, FromModel, FromNode, Plan, PlanNode, due
 from pipelines.rundir import Address, RunDirectory, located, outputs_of
 from schemas.artifacts import HistoryRef, Ref, TableRef
-from schemas.contracts import StageOutputs
+from schemas.doors import StageOutputs
 from schemas.errors import RunError, closest
 from schemas.record import StageRecord
 

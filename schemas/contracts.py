@@ -5,7 +5,6 @@ such as ``sample.samples``. Raise `version` when a stage computes something else
 """
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -23,35 +22,19 @@ from schemas.artifacts import (
     TrajectoryTable,
 )
 from schemas.assets import Asset
+from schemas.doors import Contract, StageConfig, StageInputs, StageOutputs, Varies
 from schemas.losses import EmaConfig, KlConfig, LossConfig, OldPolicyConfig, OptimizerConfig, WeightSet
 from schemas.models import ModelConfig
 from schemas.rewards import RewardConfig
 from schemas.sampling import SamplerConfig
-from schemas.strict import Strict
-
-Varies = Literal["seed", "iteration"]
-
-
-class StageConfig(Strict):
-    """Settings of a stage: identity. How it is computed is in Resources."""
-
-    def varies(self) -> frozenset[Varies]:
-        """What else the outputs depend on."""
-        return frozenset()
-
-    def metric_names(self) -> tuple[str, ...] | None:
-        """Names of the metrics of the output, or none when they are not known before the run."""
-        return None
-
-
-class StageInputs(Strict):
-    """Pointers to outputs of other stages."""
-
-
-class StageOutputs(Strict):
-    """What a stage leaves behind; `metrics` are numbers by name."""
-
-    metrics: dict[str, float] = Field(default_factory=dict)
+from schemas.shapes import (
+    FitAutoencoderConfig,
+    FitAutoencoderInputs,
+    FitAutoencoderOutputs,
+    RenderConfig,
+    RenderInputs,
+    RenderOutputs,
+)
 
 
 class PromptsConfig(StageConfig):
@@ -295,61 +278,6 @@ class ExportOutputs(StageOutputs):
     """The folder for `from_pretrained`, or for `load_lora_weights`."""
 
     folder: PipelineRef
-
-
-class RenderConfig(StageConfig):
-    """Draws pictures of the built-in example's prompts: data for pretraining, and for testing its checker."""
-
-    per_prompt: int = Field(default=8, ge=1, description="Pictures for each prompt.")
-
-    def varies(self) -> frozenset[Varies]:
-        """Every iteration draws others."""
-        return frozenset(("seed", "iteration"))
-
-
-class RenderInputs(StageInputs):
-    """Prompts of the example."""
-
-    prompts: PromptsTable
-
-
-class RenderOutputs(StageOutputs):
-    """Pictures."""
-
-    samples: SamplesTable
-
-
-class FitAutoencoderConfig(StageConfig):
-    """Makes the example's pipeline from a seed and fits its autoencoder to pictures."""
-
-    steps: int = Field(default=2000, ge=1)
-
-    def varies(self) -> frozenset[Varies]:
-        """Weights and order come from the seed."""
-        return frozenset(("seed",))
-
-
-class FitAutoencoderInputs(StageInputs):
-    """Pictures."""
-
-    samples: SamplesTable
-
-
-class FitAutoencoderOutputs(StageOutputs):
-    """A pipeline whose transformer knows nothing yet."""
-
-    pipeline: PipelineRef
-
-
-@dataclass(frozen=True)
-class Contract:
-    """A stage's doors. `distributed`: all ranks work on it; else one process does, beside the others."""
-
-    config: type[StageConfig]
-    inputs: type[StageInputs]
-    outputs: type[StageOutputs]
-    version: int
-    distributed: bool
 
 
 CONTRACTS: dict[str, Contract] = {

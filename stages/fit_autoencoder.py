@@ -5,8 +5,8 @@ from torch import distributed
 
 from schemas.artifacts import PipelineRef
 from schemas.assets import digest_of
-from schemas.contracts import FitAutoencoderConfig, FitAutoencoderInputs, FitAutoencoderOutputs
 from schemas.seeds import seed_of
+from schemas.shapes import FitAutoencoderConfig, FitAutoencoderInputs, FitAutoencoderOutputs
 from stages.context import StageContext
 from stages.shapes.autoencoder import fit_autoencoder
 from stages.shapes.build import build_pipeline

@@ -3,9 +3,9 @@
 import numpy as np
 
 from schemas.artifacts import SamplesTable
-from schemas.contracts import RenderConfig, RenderInputs, RenderOutputs
 from schemas.errors import InputError
 from schemas.seeds import seed_of
+from schemas.shapes import RenderConfig, RenderInputs, RenderOutputs
 from schemas.tables import samples_schema
 from stages.context import StageContext
 from stages.shapes.render import render

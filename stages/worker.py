@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from schemas.artifacts import TableRef, refs
-from schemas.contracts import CONTRACTS, StageInputs
+from schemas.contracts import CONTRACTS
+from schemas.doors import StageInputs
 from schemas.errors import InputError, closest
 from schemas.record import StageRequest
 from stages.context import StageContext

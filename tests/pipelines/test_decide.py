@@ -5,7 +5,8 @@ import pytest
 
 from pipelines.decide import OnChange, decide, defaults_of, payload
 from pipelines.plan import PlanNode
-from schemas.contracts import AdvantageConfig, PromptsConfig, ScoreConfig, StageConfig, UpdateConfig
+from schemas.contracts import AdvantageConfig, PromptsConfig, ScoreConfig, UpdateConfig
+from schemas.doors import StageConfig
 from schemas.engine import Resources
 from schemas.errors import StaleRecord
 from schemas.losses import GrpoLoss, OptimizerConfig
