@@ -14,7 +14,7 @@ from pipelines.rundir import Address, StageDirectory, write_request
 from pipelines.unroll import Resolved, Unrolled
 from schemas.errors import InputError
 from schemas.fingerprint import fingerprint
-from schemas.record import StageRecord, StageRequest
+from schemas.record import Answer, StageRecord, StageRequest
 
 State = Literal["done", "reused", "skipped"]
 
@@ -107,7 +107,7 @@ class Executor:
                 return Outcome("reused", address, {})
             directory.move_aside()
         directory.open_partial({"skipped": True})
-        skipped = self._record(node, address, wanted, Resolved(older=why), {}, Clock())
+        skipped = self._record(node, address, wanted, Resolved(older=why), Answer({}, {}), Clock())
         directory.commit(skipped.model_copy(update={"status": "skipped"}), node.contract)
         self.lines.skipped(address, why)
         return Outcome("skipped", address, {}, why)
@@ -142,10 +142,10 @@ class Executor:
         )
         write_request(partial, request)
         clock = Clock()
-        outputs = self.launcher.run(request, self.lines.ticker(address, clock), clock.restart)
-        record = self._record(node, address, wanted, resolved, outputs, clock)
+        answer = self.launcher.run(request, self.lines.ticker(address, clock), clock.restart)
+        record = self._record(node, address, wanted, resolved, answer, clock)
         directory.commit(record, node.contract)
-        metrics = outputs.get("metrics", {})
+        metrics = answer.outputs.get("metrics", {})
         self.lines.done(address, record.volatile.seconds, metrics)
         return Outcome("done", address, metrics)
 
@@ -155,7 +155,7 @@ class Executor:
         address: Address,
         wanted: dict[str, Any],
         resolved: Resolved,
-        outputs: dict[str, Any],
+        answer: Answer,
         clock: Clock,
     ) -> StageRecord:
         resources = self.world.plan.resources
@@ -169,8 +169,8 @@ class Executor:
             payload=wanted,
             fingerprint=fingerprint(wanted),
             sources=resolved.sources,
-            outputs=outputs,
-            volatile=volatile(clock.started, clock.seconds(), resources, ranks),
+            outputs=answer.outputs,
+            volatile=volatile(clock.started, clock.seconds(), resources, ranks, answer.measured),
         )
 
 

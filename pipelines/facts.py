@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ _PACKAGES = ("rewardflow", "torch", "diffusers", "peft", "transformers", "prefec
 _CODE = Path(__file__).resolve().parents[1]
 
 
-def volatile(started: str, seconds: float, resources: Resources, ranks: int) -> Volatile:
+def volatile(started: str, seconds: float, resources: Resources, ranks: int, measured: Mapping[str, float]) -> Volatile:
     """The part of a record that may differ between equal runs."""
     return Volatile(
         started=started,
@@ -25,6 +26,7 @@ def volatile(started: str, seconds: float, resources: Resources, ranks: int) -> 
         versions=versions(),
         git=git(),
         ranks=ranks,
+        measured={name: float(f"{value:.6g}") for name, value in measured.items()},
     )
 
 

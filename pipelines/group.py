@@ -33,13 +33,14 @@ from schemas.errors import (
     UserError,
     WorkerLost,
 )
-from schemas.record import StageRequest
+from schemas.record import Answer, StageRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 _KINDS = (UserError, FlowFileError, InputError, StaleRecord, RunError, NonFinite, StageFailed, WorkerLost, Collapsed)
 ERRORS: dict[str, type[RewardflowError]] = {kind.__name__: kind for kind in _KINDS}
 _AFTERMATH = 1.5  # seconds in which the death that made other ranks fail shows itself
 _FAREWELL = 5.0
+_PEAK = "memory/peak_bytes"
 
 
 class Size(NamedTuple):
@@ -101,8 +102,8 @@ class Group:
 
     def run(
         self, request: StageRequest, progress: Callable[[int, int, str], None], begun: Callable[[], None]
-    ) -> dict[str, Any]:
-        """Outputs of rank 0."""
+    ) -> Answer:
+        """Rank 0's answer, with the most memory that any rank held."""
         with self._busy:
             begun()
             if self.closed:
@@ -128,12 +129,10 @@ class Group:
         self.closed = True
         self._end(grace=_FAREWELL)
 
-    def _collect(
-        self, request: StageRequest, ranks: list[Rank], progress: Callable[[int, int, str], None]
-    ) -> dict[str, Any]:
-        outputs: dict[int, dict[str, Any]] = {}
+    def _collect(self, request: StageRequest, ranks: list[Rank], progress: Callable[[int, int, str], None]) -> Answer:
+        answers: dict[int, Answer] = {}
         shares: dict[int, tuple[int, int]] = {}
-        while len(outputs) < len(ranks):
+        while len(answers) < len(ranks):
             try:
                 reply = self._replies.get(timeout=self.timeout)
             except queue.Empty:
@@ -146,16 +145,20 @@ class Group:
                     shares[reply.rank] = (message["done"], message["total"])
                     progress(sum(d for d, _ in shares.values()), sum(t for _, t in shares.values()), message["unit"])
                 case "done":
-                    outputs[reply.rank] = message["outputs"]
+                    answers[reply.rank] = Answer(message["outputs"], message["measured"])
                 case _:
                     raise self._error(request, ranks, reply.rank, message)
-        return outputs[0]
+        outputs, measured = answers[0]
+        largest = max(answer.measured[_PEAK] for answer in answers.values())
+        return Answer(outputs, {**measured, _PEAK: largest})
 
     def _error(self, request: StageRequest, ranks: list[Rank], rank: int, message: dict[str, Any]) -> RewardflowError:
         """The stage's own error. When a rank died, the others' failed collectives are its consequence."""
         kind = ERRORS.get(message["type"])
         if kind is not None:
-            return kind(message["message"])
+            # What a user's own code raised is told in full in the log.
+            log = f"; log: {ranks[rank].log}" if kind is RunError else ""
+            return kind(message["message"] + log)
         dead = self._died_beside(ranks, rank)
         if dead is not None:
             return _lost(request, dead)

@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipelines.group import Group, Size
 from schemas.contracts import CONTRACTS
 from schemas.engine import Resources
 from schemas.errors import WorkerLost
-from schemas.record import StageRequest
+from schemas.record import Answer, StageRequest
 
 Progress = Callable[[int, int, str], None]
 Begun = Callable[[], None]
@@ -22,9 +22,9 @@ def unheard() -> None:
 
 
 class Launcher(Protocol):
-    """Runs one stage and gives its outputs as JSON, with paths relative to the request's directory."""
+    """Runs one stage and gives its answer; paths in it are relative to the request's directory."""
 
-    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> Answer:
         """Blocks until the stage is done. Errors of the stage are raised as they are or as StageFailed.
 
         `begun` is called when its turn comes: branches of a plan may share the workers.
@@ -51,7 +51,7 @@ class InlineLauncher:
         self._worker = importlib.import_module("stages.worker").Worker()
         self._busy = threading.Lock()  # the worker's weights are one set, branches of the plan are many
 
-    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> Answer:
         """Calls the stage."""
         with self._busy:
             begun()
@@ -74,7 +74,7 @@ class LocalLauncher:
         sizes = {"compute": Size.of(resources), "light": Size(1, 1, resources.device)}
         self._groups = {name: Group(name, size, logs, resources.timeout, self._thread) for name, size in sizes.items()}
 
-    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> Answer:
         """Sends the stage to its group; a lost worker is worth a fresh group and another try."""
         group = self._groups["compute" if CONTRACTS[request.stage].distributed else "light"]
         for _ in range(self._retries):

@@ -1,6 +1,6 @@
 """What is written beside the bytes: the order given to a stage, and the record of what came of it."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -22,6 +22,13 @@ class StageRequest(Strict):
     python_path: tuple[str, ...] = ()
 
 
+class Answer(NamedTuple):
+    """What a stage gives back: its outputs as JSON, and what was measured on the way."""
+
+    outputs: dict[str, Any]
+    measured: dict[str, float]
+
+
 class Volatile(Strict):
     """Parts of a record that may differ between equal runs."""
 
@@ -33,6 +40,9 @@ class Volatile(Strict):
     versions: dict[str, str] = Field(default_factory=dict)
     git: str = ""
     ranks: int = 1
+    measured: dict[str, float] = Field(
+        default_factory=dict, description="Speed and cost: time/... in seconds, images_per_second, flops, mfu, memory."
+    )
 
 
 class StageRecord(Strict):

@@ -39,10 +39,10 @@ def _run(path: Path) -> None:
         if (directory / "record.json").exists():
             raise InputError(f"{directory} is a committed stage; set `directory` in {path} to a new folder")
         directory.mkdir(parents=True, exist_ok=True)
-        outputs = Worker().perform(request, lambda done, total, unit: print(f"{done}/{total} {unit}", file=sys.stderr))
+        answer = Worker().perform(request, lambda done, total, unit: print(f"{done}/{total} {unit}", file=sys.stderr))
     except ValidationError as error:
         raise InputError(f"{path} is no request that fits its stage: {error}") from error
-    text = json.dumps(outputs, indent=2)
+    text = json.dumps(answer.outputs, indent=2)
     (directory / "outputs.json").write_text(text + "\n")
     print(text)
 

@@ -46,7 +46,7 @@ def _latents(model: Adapter, rows: pa.Table, ctx: StageContext) -> np.ndarray:
     wanted = (model.resolution(), model.resolution(), 3)
     pictures = []
     for sample_id, value in zip(rows.column("sample_id").to_pylist(), rows.column("image").to_pylist(), strict=True):
-        picture = images.pixels(value)
+        picture = images.pixels(value, sample_id)
         if picture.shape != wanted:
             raise InputError(
                 f"picture {sample_id!r} is {picture.shape[1]} x {picture.shape[0]} pixels, the model wants "

@@ -82,8 +82,10 @@ class Writers(NamedTuple):
 
 def run(config: SampleConfig, inputs: SampleInputs, ctx: StageContext) -> SampleOutputs:
     """Draws `per_prompt` samples for each prompt from the policy's chosen weights."""
-    engine = resident(ctx, config.model, inputs.pipeline)
-    engine.load(inputs.policy)
+    with ctx.timed("load"):
+        engine = resident(ctx, config.model, inputs.pipeline)
+        engine.load(inputs.policy)
+    work = engine.work(ctx)
     drawing = _drawing(config, inputs, ctx, engine)
     batches = micro_batches(config, inputs, ctx.micro_batch)
     drawing.embeddings.require([batch.prompt_id for batch in batches] + [NEGATIVE] * config.sampler.guided)
@@ -92,8 +94,11 @@ def run(config: SampleConfig, inputs: SampleInputs, ctx: StageContext) -> Sample
     _drop_other_cut(ctx)
     writers = _writers(drawing)
     with engine.weights.using(engine.choose(config.weights)), torch.no_grad():
-        _draw_shards(drawing, writers, shards, _missing(writers, len(shards)))
-    barrier()
+        missing = _missing(writers, len(shards))
+        _draw_shards(drawing, writers, shards, missing)
+    with ctx.timed("wait"):
+        barrier()
+    work.close(sum(len(batch.indices) for index in missing for batch in shards[index]))
     return _outputs(drawing, inputs, writers, len(shards), len(batches))
 
 
@@ -151,11 +156,14 @@ def _draw_shards(drawing: Drawing, writers: Writers, shards: list[list[MicroBatc
         longest = max(len(shards[k]) for k in missing[turn * ctx.world_size : (turn + 1) * ctx.world_size])
         drawn = []
         for place in range(longest):
-            drawn.append(_draw(drawing, shards[index][place if place < len(shards[index]) else 0]))
-            done += counts and place < len(shards[index])
+            counted = counts and place < len(shards[index])
+            with drawing.engine.flops.counted(counted):
+                drawn.append(_draw(drawing, shards[index][place if place < len(shards[index]) else 0]))
+            done += counted
             ctx.progress(done, num_batches, "micro-batches")
         if counts:
-            _write(drawing, writers, index, drawn[: len(shards[index])])
+            with ctx.timed("write"):
+                _write(drawing, writers, index, drawn[: len(shards[index])])
 
 
 def _turns(missing: list[int], ctx: StageContext) -> list[tuple[int, bool]]:
@@ -182,10 +190,12 @@ def _draw(drawing: Drawing, batch: MicroBatch) -> Drawn:
 
     noise = normal(shape, _seeds(drawing, batch)).to(engine.device)
     try:
-        rollout = denoise(
-            velocity, sampler, drawing.schedule, noise, step_noise, drawing.window, _DTYPES[drawing.storage]
-        )
-        drawn = Drawn(batch, rollout, images.to_uint8(engine.adapter.decode(rollout.latents, engine.device)))
+        with drawing.ctx.timed("denoise"):
+            rollout = denoise(
+                velocity, sampler, drawing.schedule, noise, step_noise, drawing.window, _DTYPES[drawing.storage]
+            )
+        with drawing.ctx.timed("decode"):
+            drawn = Drawn(batch, rollout, images.to_uint8(engine.adapter.decode(rollout.latents, engine.device)))
     except NonFinite as error:
         who = f"samples {batch.sample_ids} of prompt {batch.prompt!r}"
         problem = f"{drawing.ctx.place}: {error}; the batch was {who}"

@@ -64,17 +64,17 @@ def _groups(table: pa.Table, name: str) -> dict[str, NDArray[np.float64]]:
 
 
 def _scored(rewards: Mapping[str, RewardConfig], samples: pa.Table, ctx: StageContext) -> dict[str, object]:
-    pictures = [images.pixels(value) for value in samples.column("image").to_pylist()]
-    prompts, metadata = (
-        samples.column("prompt").to_pylist(),
-        [json.loads(m or "{}") for m in samples.column("metadata").to_pylist()],
-    )
-    ids = samples.column("sample_id").to_pylist()
+    ids, prompts = samples.column("sample_id").to_pylist(), samples.column("prompt").to_pylist()
+    metadata = [json.loads(m or "{}") for m in samples.column("metadata").to_pylist()]
+    with ctx.timed("read"):
+        encoded = samples.column("image").to_pylist()
+        pictures = [images.pixels(value, sample_id) for value, sample_id in zip(encoded, ids, strict=True)]
     columns: dict[str, object] = {"sample_id": ids, "prompt_id": samples.column("prompt_id").to_pylist()}
     for name, config in rewards.items():
         function, settings = reward(config)
         try:
-            scores = [None if s is None else float(s) for s in function(settings, pictures, prompts, metadata)]
+            with ctx.timed(name):
+                scores = [None if s is None else float(s) for s in function(settings, pictures, prompts, metadata)]
         except RewardflowError:
             raise
         except Exception as error:

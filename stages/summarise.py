@@ -195,7 +195,7 @@ def _groups(ref: SamplesTable, rewards: Mapping[str, RewardsTable], config: Summ
         for row in batch.to_pylist():
             group = found.setdefault(row["prompt_id"], Group(row["prompt"], [], []))
             if len(group.pictures) < config.pictures and len(found) <= _MAX_ROWS:
-                group.pictures.append(images.pixels(row["image"]))
+                group.pictures.append(images.pixels(row["image"], row["sample_id"]))
             group.scores.append(scores.get(row["sample_id"]))
     return found
 

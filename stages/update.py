@@ -25,8 +25,10 @@ from stages.objectives.units import Objective, Others, Unit, deal
 
 def run(config: UpdateConfig, inputs: UpdateInputs, ctx: StageContext) -> UpdateOutputs:
     """Improves the policy (the base, when there is none) and saves it with its sets and optimizer state."""
-    engine = resident(ctx, config.model, inputs.pipeline)
-    engine.load(inputs.policy)
+    with ctx.timed("load"):
+        engine = resident(ctx, config.model, inputs.pipeline)
+        engine.load(inputs.policy)
+    work = engine.work(ctx)
     goal = objective(config, inputs, ctx, engine)
     # All weights of the base are the base.
     raw = inputs.trajectory.weights == "raw" or engine.digest == BASE
@@ -39,9 +41,11 @@ def run(config: UpdateConfig, inputs: UpdateInputs, ctx: StageContext) -> Update
         optimizer = engine.prepare_optimizer(config.optimizer, inputs.policy if left is None else left.policy)
         engine.weights.keep(_sets(config))
         _train(config, ctx, engine, optimizer, goal, metrics, on_policy, 0 if left is None else left.steps)
-        policy = checkpoint.save(ctx.directory, "policy", engine.weights, optimizer, config.model)
-        checkpoint.drop_halfway(ctx.directory)
+        with ctx.timed("save"):
+            policy = checkpoint.save(ctx.directory, "policy", engine.weights, optimizer, config.model)
+            checkpoint.drop_halfway(ctx.directory)
     engine.hold(policy)
+    work.close(len(goal.rows.sample_ids))
     return UpdateOutputs(policy=policy, metrics=metrics.named())
 
 
@@ -68,7 +72,8 @@ def _train(
         if config.ema is not None:
             engine.weights.blend("ema", config.ema.at(optimizer.updates))
         if done % interval == 0 and done < len(parts):
-            checkpoint.save_halfway(ctx.directory, done, metrics.note(), engine.weights, optimizer, config.model)
+            with ctx.timed("save"):
+                checkpoint.save_halfway(ctx.directory, done, metrics.note(), engine.weights, optimizer, config.model)
         ctx.progress(done, len(parts), "optimizer steps")
     if config.loss.needs.old_policy:
         engine.weights.blend("old", (config.old or OldPolicyConfig()).decay(ctx.iteration or 0))
@@ -87,7 +92,8 @@ def _step(
     count = float(sum(goal.rows.weights[list(unit.rows)].sum() for unit in units))
     active = [unit for unit in units if not goal.idle(unit)]
     step = StepMetrics()
-    bad = _backward(ctx, engine, goal, active, count, step) if active else []
+    with ctx.timed("gradient"):
+        bad = _backward(ctx, engine, goal, active, count, step) if active else []
     if not step.agree():
         _stop_at(bad, goal, ctx)
     if active:
@@ -99,7 +105,8 @@ def _step(
             "`model.dtype: float32`"
         )
     rate = optimizer.config.learning_rate.at(ctx.iteration or 0, optimizer.updates + 1)
-    norm = optimizer.step(rate, ctx.place)
+    with ctx.timed("optimizer"):
+        norm = optimizer.step(rate, ctx.place)
     rms = norm / math.sqrt(sum(p.numel() for p in engine.weights.parameters.values()))
     skipped = len(units) - len(active)
     metrics.close(step, count, skipped, norm=norm, rate=rate, rms_over_eps=rms / optimizer.config.eps)
@@ -110,28 +117,35 @@ def _backward(
 ) -> list[int]:
     """Gradients of this rank's units, and the rows whose numbers are not finite."""
     mine = deal(units, ctx.rank, ctx.world_size)
-    others, bad = _others(engine, goal, [unit for unit, _ in mine]), []
+    others, bad = _others(engine, goal, mine), []
     for place, ((unit, counts), other) in enumerate(zip(mine, others, strict=True), start=1):
         sync_gradients(engine.module, place == len(mine))
-        terms = goal.terms(unit, goal.velocity(engine, unit), other)
+        with engine.flops.counted(counts):
+            velocity = goal.velocity(engine, unit)
+        terms = goal.terms(unit, velocity, other)
         weight = goal.rows.weight(unit.rows) * float(counts)
-        # FSDP averages over ranks.
-        ((terms.loss * weight).sum() / count * ctx.world_size).backward()
+        with engine.flops.counted(counts), engine.flops.backward(len(unit.rows)):
+            # FSDP averages over ranks.
+            ((terms.loss * weight).sum() / count * ctx.world_size).backward()
         if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight):
             bad += unit.rows
     return bad
 
 
-def _others(engine: Engine, goal: Objective, units: list[Unit]) -> list[Others]:
+def _others(engine: Engine, goal: Objective, units: list[tuple[Unit, bool]]) -> list[Others]:
     """Predictions of the old policy and the base, all before the first gradient: one swap of weights each."""
     old = _predict(engine, goal, units, "old") if goal.config.loss.needs.old_policy else [None] * len(units)
     reference = _predict(engine, goal, units, "base") if goal.config.kl is not None else [None] * len(units)
     return [Others(a, b) for a, b in zip(old, reference, strict=True)]
 
 
-def _predict(engine: Engine, goal: Objective, units: list[Unit], name: str) -> list[Tensor]:
+def _predict(engine: Engine, goal: Objective, units: list[tuple[Unit, bool]], name: str) -> list[Tensor]:
+    out = []
     with engine.weights.using(name), torch.no_grad():
-        return [goal.velocity(engine, unit) for unit in units]
+        for unit, counts in units:
+            with engine.flops.counted(counts):
+                out.append(goal.velocity(engine, unit))
+    return out
 
 
 def _stop_at(bad: list[int], goal: Objective, ctx: StageContext) -> None:

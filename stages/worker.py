@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from schemas.artifacts import TableRef, refs
 from schemas.contracts import CONTRACTS
 from schemas.doors import StageInputs
 from schemas.errors import InputError, closest
-from schemas.record import StageRequest
+from schemas.record import Answer, StageRequest
 from stages.context import StageContext
 from stages.store import tables
 
@@ -41,8 +42,8 @@ class Worker:
         self._verified: set[tuple[str, str]] = set()
         self._device: str | None = None
 
-    def perform(self, request: StageRequest, progress: Progress) -> dict[str, Any]:
-        """Runs one stage; its outputs as JSON."""
+    def perform(self, request: StageRequest, progress: Progress) -> Answer:
+        """Runs one stage."""
         if request.stage not in CONTRACTS:
             raise InputError(f"no stage {request.stage!r}. {closest(request.stage, CONTRACTS)}")
         contract = CONTRACTS[request.stage]
@@ -67,7 +68,8 @@ class Worker:
         if context.rank == 0:
             self._verify(inputs)
         stage = importlib.import_module(f"stages.{request.stage}")
-        return stage.run(config, inputs, context).model_dump(mode="json")
+        outputs = stage.run(config, inputs, context).model_dump(mode="json")
+        return Answer(outputs, {**context.measured, "memory/peak_bytes": _peak_memory(device)})
 
     def _verify(self, inputs: StageInputs) -> None:
         """Compares every table that is read with its digests, once: a disk may have changed what was committed."""
@@ -99,11 +101,19 @@ def serve(replies: TextIO, requests: Iterator[str]) -> None:
 
     for line in requests:
         try:
-            outputs = worker.perform(StageRequest.model_validate_json(line), _sparse(reply))
-            reply("done", outputs=outputs)
+            answer = worker.perform(StageRequest.model_validate_json(line), _sparse(reply))
+            reply("done", **answer._asdict())
         except Exception as error:  # the launcher raises it again, where the user is
             traceback.print_exc()
             reply("error", type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+
+
+def _peak_memory(device: str) -> float:
+    """The most this process has held so far: of the device's memory, or of the machine's."""
+    if device.startswith("cuda"):
+        return float(importlib.import_module("torch").cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def _sparse(reply: Callable[..., None]) -> Progress:

@@ -17,6 +17,7 @@ from stages.engine.mesh import mesh
 from stages.engine.optim import Optimizer
 from stages.engine.shard import shard
 from stages.engine.weights import Weights
+from stages.engine.work import FlopMeter, Work
 from stages.models import Adapter, Conditioning, adapter
 
 BASE = ""  # the digest of no policy
@@ -31,13 +32,14 @@ class Engine:
         module = self.adapter.transformer()
         make_trainable(module, config.lora, self.adapter.lora_targets)
         module.to(self.device)
-        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        shard(module, self.adapter.blocks(module), mesh(device), compute)
+        self.compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        shard(module, self.adapter.blocks(module), mesh(device), self.compute)
         self.module: nn.Module = module.eval()
         self.weights = Weights(module)
         self.optimizer: Optimizer | None = None
         self.digest: str | None = BASE
         self.updates = 0
+        self.flops = FlopMeter()
 
     def load(self, policy: PolicyRef | None) -> None:
         """Holds this policy's raw, old and ema weights; nothing is read when memory holds it already."""
@@ -86,7 +88,13 @@ class Engine:
 
     def velocity(self, latents: Tensor, timesteps: Tensor, given: Conditioning, guidance_scale: float) -> Tensor:
         """Guided velocity under the weights in use, float32, shaped as `latents`."""
-        return self.adapter.velocity(self.module, latents, timesteps, given, guidance_scale)
+        widths = tuple(tuple(value.shape[1:]) for value in given.positive.values())
+        with self.flops.forward((latents.shape[1:], widths, guidance_scale > 1), len(latents)):
+            return self.adapter.velocity(self.module, latents, timesteps, given, guidance_scale)
+
+    def work(self, ctx: StageContext) -> Work:
+        """Measures a stage's computing from here on."""
+        return Work(ctx, self.flops, self.compute)
 
 
 def resident(ctx: StageContext, config: ModelConfig, pipeline: PipelineRef | None) -> Engine:

@@ -19,14 +19,14 @@ def png(pixels: np.ndarray) -> dict[str, Any]:
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def pixels(value: Mapping[str, Any]) -> np.ndarray:
-    """Picture (height, width, 3) uint8 of a table value. Raises InputError when it does not decode."""
+def pixels(value: Mapping[str, Any], sample_id: str = "") -> np.ndarray:
+    """Picture (height, width, 3) uint8 of a table value. Raises InputError, which names the sample, if it is none."""
     try:
         with Image.open(io.BytesIO(value["bytes"])) as image:
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, TypeError, SyntaxError) as error:
         raise InputError(
-            f"a picture in the samples does not decode ({error}); run the stage that made it again"
+            f"the picture of sample {sample_id!r} does not decode ({error}); run the stage that made it again"
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipelines.launch import Begun, Progress, unheard
 from schemas.contracts import CONTRACTS
 from schemas.fingerprint import fingerprint
-from schemas.record import StageRequest
+from schemas.record import Answer, StageRequest
 
 Metrics = Callable[[StageRequest], dict[str, float]]
 TABLE: dict[str, Any] = {"rows": 2, "shards": []}
@@ -51,7 +51,7 @@ class BenchLauncher:
     def request(self, label: str) -> StageRequest:
         return self.requests[self.ran.index(label)]
 
-    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> dict[str, Any]:
+    def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> Answer:
         begun()
         if self._hook is not None:
             self._hook(request)
@@ -76,7 +76,7 @@ class BenchLauncher:
             outputs[name] = {"path": name, "digest": fingerprint(basis), **EXTRA[name]}
             if name == "trajectory":
                 outputs[name]["policy"] = (request.inputs.get("policy") or {}).get("digest", "")
-        return outputs
+        return Answer(outputs, {"memory/peak_bytes": 1.0})
 
     def close(self) -> None:
         self.closed = True

@@ -43,16 +43,16 @@ def ordered(tmp_path: Path, stage: str, config: dict[str, object], inputs: dict[
 
 def long_request(tmp_path: Path, workers: LocalLauncher, prompts: StageRequest, per_prompt: int) -> StageRequest:
     """A render stage that reports progress for as long as the test needs."""
-    chosen = workers.run(prompts, quiet)["chosen"]
+    chosen = workers.run(prompts, quiet).outputs["chosen"]
     located = {**chosen, "path": str(Path(prompts.directory) / chosen["path"])}
     return ordered(tmp_path, "render", {"per_prompt": per_prompt}, {"prompts": located})
 
 
 def test_stage_runs_in_a_warm_worker_without_torch(local: LocalLauncher, prompts: StageRequest) -> None:
     first = local.run(prompts, quiet)
-    assert (first["chosen"]["rows"], first["chosen"]["path"]) == (2, "chosen")
+    assert (first.outputs["chosen"]["rows"], first.outputs["chosen"]["path"]) == (2, "chosen")
     (worker,) = workers_of(os.getpid())
-    assert local.run(prompts, quiet)["chosen"]["digest"] == first["chosen"]["digest"]
+    assert local.run(prompts, quiet).outputs["chosen"]["digest"] == first.outputs["chosen"]["digest"]
     assert workers_of(os.getpid()) == [worker]
     assert "libtorch" not in Path(f"/proc/{worker}/maps").read_text()
     environment = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
@@ -68,7 +68,7 @@ def test_users_errors_keep_their_class_and_the_next_request_works(
     with pytest.raises(InputError, match=r"missing\.txt") as caught:
         local.run(lost, quiet)
     assert "Traceback" not in str(caught.value)
-    assert local.run(prompts, quiet)["chosen"]["rows"] == 2
+    assert local.run(prompts, quiet).outputs["chosen"]["rows"] == 2
 
 
 def test_other_errors_come_with_rank_and_traceback(local: LocalLauncher, prompts: StageRequest) -> None:
@@ -86,7 +86,7 @@ def test_a_killed_worker_is_lost(local: LocalLauncher, prompts: StageRequest, tm
 
     with pytest.raises(WorkerLost, match=r"render lost its worker: rank 0 was killed by SIGKILL"):
         local.run(request, kill)
-    assert local.run(prompts, quiet)["chosen"]["rows"] == 2
+    assert local.run(prompts, quiet).outputs["chosen"]["rows"] == 2
 
 
 def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageRequest) -> None:
@@ -102,7 +102,7 @@ def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageReques
                 for pid in workers_of(os.getpid()):
                     os.kill(pid, signal.SIGKILL)
 
-        assert workers.run(request, kill_once)["samples"]["rows"] == 400
+        assert workers.run(request, kill_once).outputs["samples"]["rows"] == 400
         assert len(said) == 1
         assert "trying again on fresh workers" in said[0]
     finally:
@@ -137,7 +137,7 @@ from schemas.engine import Resources
 from schemas.record import StageRequest
 request = StageRequest.model_validate_json(Path(sys.argv[1]).read_text())
 workers = LocalLauncher(Resources(), Path(sys.argv[2]), 0)
-chosen = workers.run(request, lambda *_: None)["chosen"]
+chosen = workers.run(request, lambda *_: None).outputs["chosen"]
 located = {**chosen, "path": request.directory + "/" + chosen["path"]}
 many = {"stage": "render", "config": {"per_prompt": 200000}, "inputs": {"prompts": located}}
 request = request.model_copy(update=many)
@@ -159,7 +159,7 @@ workers.run(request, lambda *_: print("working", flush=True))
 
 def test_inline_runs_here(tmp_path: Path, prompts: StageRequest) -> None:
     inline = launcher(Resources(launcher="inline"), tmp_path / "logs", 0)
-    assert inline.run(prompts, quiet)["chosen"]["rows"] == 2
+    assert inline.run(prompts, quiet).outputs["chosen"]["rows"] == 2
     assert workers_of(os.getpid()) == []
     inline.close()
 

@@ -61,6 +61,7 @@ class Chain:
     checkpoint_steps: int | None = None
     stop_after: int | None = None  # optimizer steps, after which the update is stopped
     given: dict[str, Any] = field(default_factory=dict)  # refs made elsewhere: policy, conditioning, trajectory
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)  # by iteration/node, filled as it runs
 
     @property
     def model(self) -> Sd3Model:
@@ -83,6 +84,7 @@ class Chain:
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             residents={} if residents is None else residents,
             progress=self.progress,
+            measured=self.measured.setdefault(f"{iteration}/{node}", {}),
         )
 
     def progress(self, done: int, total: int, unit: str) -> None:
@@ -251,7 +253,9 @@ def main() -> None:
             written: object = [out.model_dump(mode="json") for out in chain.run({})]
         except RewardflowError as error:
             written = f"{type(error).__name__}: {error}"
-        (Path(chain.directory) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(written))
+        rank = Path(chain.directory) / f"rank-{os.environ['RANK']}"
+        rank.with_suffix(".json").write_text(json.dumps(written))
+        rank.with_suffix(".measured").write_text(json.dumps(chain.measured))
         barrier()
 
 

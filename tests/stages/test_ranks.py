@@ -3,6 +3,7 @@
 Two processes are started once for the whole module and work on all chains of it.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,3 +182,12 @@ def test_an_error_on_one_rank_is_the_same_message_on_all(
     assert first.startswith("NonFinite: ")
     for word in words:
         assert word in first
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_together_count_the_flops_that_one_counts(everything: Everything, name: str) -> None:
+    """Calls that only keep ranks in step do not count."""
+    told = json.loads((Path(everything.two[name].directory) / "rank-0.measured").read_text())
+    for node in ("sample", "update"):
+        alone = everything.one[name].measured[f"0/{node}"]["flops"]
+        assert told[f"0/{node}"]["flops"] == alone > 0
