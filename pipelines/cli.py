@@ -14,6 +14,7 @@ from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.load import load
 from pipelines.look import look_commands
+from pipelines.metrics import metrics_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
 from schemas.errors import RewardflowError, ServerLost, UserError
@@ -29,7 +30,7 @@ examples:
   rewardflow plan shapes                    what a flow will do, checked, without running it
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
   rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
-  rewardflow show demo                      what it did; also runs, why and diff
+  rewardflow show demo                      what it did; also runs, why, diff, metrics and logs
   rewardflow rerun demo --from 20/update --as lower --set update.optimizer.learning_rate.start=3e-5
 
 A run lives in one directory, runs/NAME. Every stage leaves a folder there,
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     again.remove.set_defaults(command=remove)
     again.prune.set_defaults(command=prune_run)
     looking = look_commands(commands)
+    measured = metrics_commands(commands)
     for command in (run, again.rerun):
         command.add_argument(
             "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
@@ -105,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
         command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, *again, *looking):
+    for command in (run, *again, *looking, *measured):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from pipelines.rundir import Address
+from pipelines.terminal import number
 
 SPARSE = 5.0  # seconds between two lines of a stage at work
 _MOST_METRICS = 4
@@ -43,7 +44,7 @@ class Lines:
 
     def done(self, address: Address, seconds: float, metrics: Mapping[str, float]) -> None:
         """A stage has been computed."""
-        shown = "  ".join(f"{name} {_number(value)}" for name, value in main_metrics(metrics).items())
+        shown = "  ".join(f"{name} {number(value)}" for name, value in main_metrics(metrics).items())
         self.note(f"{_where(address)} done {seconds:.1f} s{'  ' + shown if shown else ''}")
 
     def skipped(self, address: Address, why: str) -> None:
@@ -91,10 +92,6 @@ def main_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The few that a line has room for: names without a slash first."""
     plain = [name for name in metrics if "/" not in name] or list(metrics)
     return {name: metrics[name] for name in plain[:_MOST_METRICS]}
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _pace(done: int, seconds: float) -> str:

@@ -136,6 +136,7 @@ def stage_text(shown: Json) -> list[str]:
             gone = ", pruned" if name in shown["pruned"] else ""
             lines.append(f"  {name}: {value['path']}{rows}, digest {value['digest'][:12]}{gone}")
     lines += [f"  {name} {value:.6g}" for name, value in shown["outputs"].get("metrics", {}).items()]
+    lines += ["measured", *(f"  {name} {value:.6g}" for name, value in volatile["measured"].items())]
     lines.append(f"lineage  {' <- '.join(shown['lineage'])}")
     lines.append(f"read by  {', '.join(shown['readers']) or 'nothing yet'}")
     return lines

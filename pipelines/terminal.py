@@ -32,6 +32,11 @@ def size(number: float) -> str:
     return f"{number:.1f} TB"
 
 
+def number(value: float) -> str:
+    """Four digits."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Field paths and values of nested mappings."""
     if isinstance(value, Mapping) and value:
