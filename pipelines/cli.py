@@ -1,7 +1,6 @@
 """The command `rewardflow`. It answers --help, list and plan in about a second: torch and Prefect stay out of it."""
 
 import argparse
-import errno
 import os
 import re
 import signal
@@ -12,12 +11,13 @@ from types import FrameType
 
 from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
+from pipelines.disk import as_lines as disk_lines
 from pipelines.load import load
 from pipelines.look import look_commands
 from pipelines.metrics import metrics_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
-from schemas.errors import RewardflowError, ServerLost, UserError
+from schemas.errors import DiskFull, RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
 Post-trains diffusion and flow-matching models with reinforcement learning.
@@ -75,8 +75,10 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"rewardflow: {error}; the run's folder is that of --runs and --as", file=sys.stderr)
-        return 1 if error.errno == errno.ENOSPC else 2
+        full = DiskFull.is_why(error)
+        what = DiskFull(str(error)) if full else f"{error}; the run's folder is that of --runs and --as"
+        print(f"rewardflow: {what}", file=sys.stderr)
+        return 1 if full else 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,7 +136,8 @@ def _compiled(arguments: argparse.Namespace) -> Plan:
 
 def _plan(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
-    print(as_json(plan) if arguments.json else as_text(plan))
+    disk = ["", "disk, estimated", *(f"  {line}" for line in disk_lines(plan))]
+    print(as_json(plan) if arguments.json else "\n".join([as_text(plan), *disk]))
     return 0
 
 

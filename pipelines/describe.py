@@ -197,11 +197,16 @@ def num_samples(plan: Plan, node: PlanNode) -> int | None:
         return num_samples(plan, drawn) if drawn else None
     if not isinstance(node.config, SampleConfig | RenderConfig):
         return None
+    number = num_prompts(plan, node)
+    return number * node.config.per_prompt if number else None
+
+
+def num_prompts(plan: Plan, node: PlanNode) -> int | None:
+    """Prompts that a node reads; none when their number is not known before the run."""
     prompts = source(plan, node, "prompts")
     if prompts is None or not isinstance(prompts.config, PromptsConfig):
         return None
-    number = prompts.config.choose or _num_lines(Path(prompts.config.path))
-    return number * node.config.per_prompt if number else None
+    return prompts.config.choose or _num_lines(Path(prompts.config.path))
 
 
 def _num_lines(path: Path) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from schemas.engine import Resources
 from schemas.errors import (
     Collapsed,
+    DiskFull,
     FlowFileError,
     InputError,
     NonFinite,
@@ -36,7 +37,18 @@ from schemas.errors import (
 from schemas.record import Answer, StageRequest
 
 ROOT = Path(__file__).resolve().parents[1]
-_KINDS = (UserError, FlowFileError, InputError, StaleRecord, RunError, NonFinite, StageFailed, WorkerLost, Collapsed)
+_KINDS = (
+    UserError,
+    FlowFileError,
+    InputError,
+    StaleRecord,
+    RunError,
+    NonFinite,
+    StageFailed,
+    WorkerLost,
+    Collapsed,
+    DiskFull,
+)
 ERRORS: dict[str, type[RewardflowError]] = {kind.__name__: kind for kind in _KINDS}
 _AFTERMATH = 1.5  # seconds in which the death that made other ranks fail shows itself
 _FAREWELL = 5.0

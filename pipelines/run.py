@@ -14,6 +14,7 @@ from pipelines.adopt import anew, start_of
 from pipelines.decide import OnChange
 from pipelines.describe import as_json
 from pipelines.digests import AssetDigests
+from pipelines.disk import check_space
 from pipelines.execute import Executor, Outcome
 from pipelines.guards import Guards, sentence
 from pipelines.launch import Launcher, launcher
@@ -78,10 +79,11 @@ def run_in(
         run = RunDirectory.open(directory)
         digests = _opened(run, plan)
         lines, world = Lines(say), Unrolled(plan, run)
+        only = _asked_for(world)
+        check_space(world, only)
         workers = begin()
         try:
             executor = Executor(world, workers, digests, lines, on_change)
-            only = _asked_for(world)
             world = Runner(executor, caller, only).run()
         finally:
             workers.close()

@@ -26,6 +26,7 @@ class Resources(Strict):
     timeout: float = Field(
         default=3600.0, gt=0, description="Seconds without progress after which a worker counts as lost."
     )
+    check_disk: bool = Field(default=True, description="Refuse a run that would not fit the disk, by estimate.")
     retries: int = Field(default=1, ge=0, description="Fresh starts after lost workers.")
 
     def micro_batch_of(self, node: str, stage: str) -> int:

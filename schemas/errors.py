@@ -9,12 +9,15 @@ RewardflowError
     ├── NonFinite        NaN or infinity: names stage, iteration and sample
     ├── StageFailed      a stage raised; carries rank and traceback of the worker
     ├── WorkerLost       a worker died or went silent: worth a retry on fresh workers
+    ├── DiskFull         what was finished stays; the same command goes on after space is made
     ├── Collapsed        a guard of the loop stopped the run
     └── ServerLost       Prefect's server went away
 """
 
 import difflib
 from collections.abc import Iterable
+
+_SPACE = "make space, and the same command goes on: nothing that was finished is lost"
 
 
 class RewardflowError(Exception):
@@ -56,6 +59,18 @@ class StageFailed(RunError):
 
 class WorkerLost(RunError):
     """A worker died or went silent."""
+
+
+class DiskFull(RunError):
+    """There was no space left to write to."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if _SPACE in message else f"{message}; {_SPACE}")
+
+    @staticmethod
+    def is_why(error: BaseException) -> bool:
+        """Whether an error came of it; libraries say so in words only."""
+        return any(words in str(error) for words in ("No space left on device", "Disk quota exceeded"))
 
 
 class Collapsed(RunError):

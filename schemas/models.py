@@ -1,6 +1,6 @@
 """Which diffusion model is trained, and which of its weights. One class per family."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,11 @@ class LoraConfig(Strict):
 
 class Sd3Model(Strict):
     """Stable Diffusion 3 and 3.5: a ``StableDiffusion3Pipeline`` folder or hub id."""
+
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
 
     kind: Literal["sd3"] = "sd3"
     path: Annotated[str | None, Asset()] = Field(

@@ -5,6 +5,7 @@ A worker that gets no distributed stage never imports torch.
 """
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import json
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 from schemas.artifacts import TableRef, refs
 from schemas.contracts import CONTRACTS
 from schemas.doors import StageInputs
-from schemas.errors import InputError, closest
+from schemas.errors import DiskFull, InputError, closest
 from schemas.record import Answer, StageRequest
 from stages.context import StageContext
 from stages.store import tables
@@ -68,7 +69,12 @@ class Worker:
         if context.rank == 0:
             self._verify(inputs)
         stage = importlib.import_module(f"stages.{request.stage}")
-        outputs = stage.run(config, inputs, context).model_dump(mode="json")
+        try:
+            outputs = stage.run(config, inputs, context).model_dump(mode="json")
+        except Exception as error:
+            if DiskFull.is_why(error):
+                raise DiskFull(f"{context.place}: the disk of {request.directory} is full") from error
+            raise
         return Answer(outputs, {**context.measured, "memory/peak_bytes": _peak_memory(device)})
 
     def _verify(self, inputs: StageInputs) -> None:
@@ -104,8 +110,9 @@ def serve(replies: TextIO, requests: Iterator[str]) -> None:
             answer = worker.perform(StageRequest.model_validate_json(line), _sparse(reply))
             reply("done", **answer._asdict())
         except Exception as error:  # the launcher raises it again, where the user is
-            traceback.print_exc()
             reply("error", type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+            with contextlib.suppress(OSError):  # the log's disk may be full
+                traceback.print_exc()
 
 
 def _peak_memory(device: str) -> float:

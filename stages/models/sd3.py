@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from schemas.assets import is_hub_id
 from schemas.errors import InputError
-from schemas.models import ModelConfig
+from schemas.models import ModelConfig, Sd3Model
 from stages.models import Conditioning, NoiseSchedule
 
 _REQUIRED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
@@ -38,10 +38,7 @@ _REMEDY = "set `model.path` to a complete StableDiffusion3Pipeline folder or hub
 class Sd3:
     """The `sd3` family. Conditioning: `embeds` (tokens, width) and `pooled` (width,)."""
 
-    lora_targets: ClassVar[tuple[str, ...]] = (
-        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    )
+    lora_targets: ClassVar[tuple[str, ...]] = Sd3Model.lora_targets
     conditioning: ClassVar[tuple[str, ...]] = ("embeds", "pooled")
 
     def __init__(self, config: ModelConfig, source: str) -> None:

@@ -1,0 +1,67 @@
+"""How large a model's latents, pictures and weights are, from the JSON and the safetensors headers in its folder."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from schemas.models import ModelConfig
+
+
+class ModelSize(NamedTuple):
+    """Numbers in a sample's latents and a prompt's embeddings, a picture's pixels, trained weights, bytes on disk."""
+
+    latents: int
+    pixels: int
+    embeddings: int
+    trained: int
+    bytes: int
+
+
+def model_size(config: ModelConfig) -> ModelSize | None:
+    """None for a hub id, a model that the run makes itself, or a folder that is no pipeline."""
+    folder = Path(config.path or "")
+    if config.path is None or not folder.is_dir():
+        return None
+    try:
+        transformer, vae = (_json(folder / part / "config.json") for part in ("transformer", "vae"))
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        side = config.resolution or int(transformer["sample_size"]) * factor
+        tokens = config.max_sequence_length + 77
+        embeddings = tokens * int(transformer["joint_attention_dim"]) + int(transformer["pooled_projection_dim"])
+        latents = int(transformer["in_channels"]) * (side // factor) ** 2
+        shapes = _shapes(folder / "transformer")
+    except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
+        return None
+    whole = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return ModelSize(latents, side * side, embeddings, _trained(config, shapes), whole)
+
+
+def _trained(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
+    if config.lora is None:
+        return sum(_product(shape) for shape in shapes.values())
+    ends = tuple(f".{target}.weight" for target in config.lora.targets or config.lora_targets)
+    chosen = [shape for name, shape in shapes.items() if f".{name}".endswith(ends) and len(shape) == 2]
+    return sum(config.lora.rank * (rows + columns) for rows, columns in chosen)
+
+
+@cache
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors in a folder's safetensors files; a header is JSON behind its length in 8 bytes."""
+    out: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        out |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return out
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    number = 1
+    for side in shape:
+        number *= side
+    return number
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
