@@ -94,7 +94,7 @@ def _csv_rows(path: Path, shown: str) -> Iterator[tuple[str, Mapping[str, Any]]]
                 raise InputError(f"{place}: wants {num} fields, as the first line has; put quotes round a comma")
             yield place, row
     except csv.Error as error:
-        raise InputError(f"{shown}, line {reader.line_num}: no CSV ({error}); mend the line") from error
+        raise InputError(f"{shown}, line {reader.reader.line_num}: no CSV ({error}); mend the line") from error
 
 
 def _caption(name: str) -> str:
