@@ -164,7 +164,8 @@ def _check_update(plan: Plan, node: PlanNode, config: UpdateConfig, found: Mista
     if isinstance(drawn.config, SampleConfig):
         _check_sampling(plan, node, config, drawn, drawn.config, found)
     elif needs.states:
-        found.add(f"{loss} trains on steps, and {drawn.name!r} ({drawn.stage}) has none: use a sample node", at)
+        remedy = "use a sample node, or a loss on final latents: nft or sft"
+        found.add(f"{loss} trains on steps, and {drawn.name!r} ({drawn.stage}) has none: {remedy}", at)
     _check_same_pictures(plan, node, drawn, found)
 
 

@@ -12,6 +12,7 @@ from types import FrameType
 from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.disk import as_lines as disk_lines
+from pipelines.imports import import_command, prepared_import, say_imported
 from pipelines.load import load
 from pipelines.look import look_commands
 from pipelines.metrics import metrics_commands
@@ -31,6 +32,7 @@ examples:
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
   rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
   rewardflow show demo                      what it did; also runs, why, diff, metrics and logs
+  rewardflow import-samples pictures --as mine --rewards size=jpeg_size
   rewardflow rerun demo --from 20/update --as lower --set update.optimizer.learning_rate.start=3e-5
 
 A run lives in one directory, runs/NAME. Every stage leaves a folder there,
@@ -99,17 +101,19 @@ def _parser() -> argparse.ArgumentParser:
     again.rerun.set_defaults(command=_rerun)
     again.remove.set_defaults(command=remove)
     again.prune.set_defaults(command=prune_run)
+    taking = import_command(commands)
+    taking.set_defaults(command=_import, plain=True)
     looking = look_commands(commands)
     measured = metrics_commands(commands)
+    for command in (run, again.rerun, taking):
+        by_default = "; the flow's by default" if command is run else ""
+        command.add_argument("--as", dest="run_name", metavar="RUN", help=f"name of the run's directory{by_default}")
+        command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
     for command in (run, again.rerun):
-        command.add_argument(
-            "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
-        )
         command.add_argument(
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
-        command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, *again, *looking, *measured):
+    for command in (run, taking, *again, *looking, *measured):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
@@ -117,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, again.rerun, looking.why):
+    for command in (plan, run, again.rerun, taking, looking.why):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 
@@ -152,9 +156,16 @@ def _rerun(arguments: argparse.Namespace) -> int:
     return _started(plan, arguments.run_name, arguments, sets)
 
 
+def _import(arguments: argparse.Namespace) -> int:
+    run_name = _checked(arguments.run_name)
+    code = _started(prepared_import(arguments, run_name), run_name, arguments, [])
+    say_imported(arguments.runs, run_name)
+    return code
+
+
 def _checked(run_name: str | None) -> str:
     if run_name is None:
-        raise UserError("--as: a re-run needs a name of its own")
+        raise UserError("--as: the new run needs a name of its own")
     if not re.fullmatch(r"\w[\w.-]*", run_name):
         raise UserError(f"--as: a run's name has letters, digits, '.', '_' and '-', got {run_name!r}")
     return run_name

@@ -1,6 +1,6 @@
 """Splits a node of flows.yaml into options, config and inputs by its stage's contract, and checks the config."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from schemas.doors import Contract, StageConfig
 from schemas.errors import InputError, closest
 from schemas.fingerprint import assets
 from schemas.flow import Flow, Loop, NodeOptions
+from schemas.imports import ImportSamplesConfig
 
 RESERVED = frozenset(("carry", "loop", "model", *Flow.model_fields, *Loop.model_fields))
 _PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -151,8 +152,7 @@ def _with_assets(config: StageConfig, base: Path, at: At, model_at: At, found: M
     for field, path in assets(out):
         steps = tuple(field.split("."))
         here = (*model_at, *steps[1:]) if steps[0] == "model" else (*at, *steps)
-        problem = _prompts_problem if isinstance(config, PromptsConfig) else _model_problem
-        message = problem(given[field], path, base)
+        message = _problem(config)(given[field], path, base)
         if message:
             found.add(message, here)
     return out
@@ -175,6 +175,16 @@ def resolved(model: M, base: Path) -> M:
     return model.model_copy(update=changes)
 
 
+def _problem(config: StageConfig) -> Callable[[str, str, Path], str | None]:
+    match config:
+        case PromptsConfig():
+            return _prompts_problem
+        case ImportSamplesConfig():
+            return _pictures_problem
+        case _:
+            return _model_problem
+
+
 def _missing(given: str, path: str, base: Path, what: str) -> str | None:
     """What to say when `path` does not exist; a hub id is looked up later, by the stage."""
     if Path(path).exists():
@@ -194,6 +204,13 @@ def _prompts_problem(given: str, path: str, base: Path) -> str | None:
         if not any(line.strip() for line in stream):
             return f"the prompt file {path} is empty; write one prompt a line"
     return None
+
+
+def _pictures_problem(given: str, path: str, base: Path) -> str | None:
+    missing = _missing(given, path, base, "folder of pictures")
+    if missing is None and Path(path).is_file():
+        return f"{path} is a file; name the folder that holds the pictures"
+    return missing
 
 
 def _model_problem(given: str, path: str, base: Path) -> str | None:

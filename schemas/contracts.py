@@ -23,6 +23,7 @@ from schemas.artifacts import (
 )
 from schemas.assets import Asset
 from schemas.doors import Contract, StageConfig, StageInputs, StageOutputs, Varies
+from schemas.imports import ImportSamplesConfig, ImportSamplesInputs, ImportSamplesOutputs
 from schemas.losses import EmaConfig, KlConfig, LossConfig, OldPolicyConfig, OptimizerConfig, WeightSet
 from schemas.models import ModelConfig
 from schemas.rewards import RewardConfig
@@ -282,6 +283,7 @@ class ExportOutputs(StageOutputs):
 
 CONTRACTS: dict[str, Contract] = {
     "prompts": Contract(PromptsConfig, PromptsInputs, PromptsOutputs, 1, False),
+    "import_samples": Contract(ImportSamplesConfig, ImportSamplesInputs, ImportSamplesOutputs, 1, False),
     "encode": Contract(EncodeConfig, EncodeInputs, EncodeOutputs, 1, True),
     "encode_images": Contract(EncodeImagesConfig, EncodeImagesInputs, EncodeImagesOutputs, 1, True),
     "sample": Contract(SampleConfig, SampleInputs, SampleOutputs, 1, True),

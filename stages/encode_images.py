@@ -50,7 +50,7 @@ def _latents(model: Adapter, rows: pa.Table, ctx: StageContext) -> np.ndarray:
         if picture.shape != wanted:
             raise InputError(
                 f"picture {sample_id!r} is {picture.shape[1]} x {picture.shape[0]} pixels, the model wants "
-                f"{wanted[1]} x {wanted[0]}; resize the pictures or set `model.resolution`"
+                f"{wanted[1]} x {wanted[0]}; set `resolution` of import_samples, resize them, or set `model.resolution`"
             )
         pictures.append(picture)
     batch = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255

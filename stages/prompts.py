@@ -15,6 +15,7 @@ from schemas.errors import InputError, closest
 from schemas.seeds import seed_of
 from schemas.tables import prompts_schema
 from stages.context import StageContext
+from stages.store import hub, texts
 from stages.store.tables import TableWriter
 
 
@@ -81,18 +82,23 @@ def identified(rows: Iterable[tuple[str, dict[str, Any]]]) -> list[Prompt]:
     seen: Counter[tuple[str, str]] = Counter()
     prompts = []
     for text, other in rows:
-        metadata = json.dumps(other, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+        metadata = metadata_json(other)
         key = json.dumps([text, metadata, seen[text, metadata]])
         seen[text, metadata] += 1
         prompts.append(Prompt(hashlib.sha256(key.encode()).hexdigest()[:16], text, metadata))
     return prompts
 
 
+def metadata_json(other: Mapping[str, Any]) -> str:
+    """The other columns of a row as canonical JSON."""
+    return json.dumps(other, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)
+
+
 def read(config: PromptsConfig) -> Source:
     """Texts and other columns; blank prompts are left out and counted. InputError names `path` or `column`."""
     path = Path(config.path)
     if path.is_file():
-        rows = _jsonl(config) if path.suffix in (".jsonl", ".json") else [(line, {}) for line in _lines(path)]
+        rows = _jsonl(config) if path.suffix in (".jsonl", ".json") else _plain(path)
     elif path.is_dir() or is_hub_id(config.path):
         rows = _dataset(config)
     else:
@@ -101,50 +107,19 @@ def read(config: PromptsConfig) -> Source:
     return Source(kept, len(rows) - len(kept))
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"`path` {str(path)!r} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    # Not splitlines: a prompt may hold a form feed or a line separator.
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return lines[:-1] if lines[-1] == "" else lines
+def _plain(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    return [(line, {}) for line in texts.lines(path, f"`path` {str(path)!r}")]
 
 
 def _jsonl(config: PromptsConfig) -> list[tuple[str, dict[str, Any]]]:
-    rows = []
-    for number, line in enumerate(_lines(Path(config.path)), start=1):
-        if not line.strip():
-            rows.append(("", {}))
-            continue
-        place = f"`path` {config.path!r}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{place}: no JSON ({error}); write one object a line") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{place}: wants an object, got {line.strip()[:40]!r}")
-        rows.append(_split(row, config.column, place))
-    return rows
+    found = texts.objects(Path(config.path), f"`path` {config.path!r}")
+    return [("", {}) if row is None else _split(row, config.column, place) for place, row in found]
 
 
 def _dataset(config: PromptsConfig) -> list[tuple[str, dict[str, Any]]]:
-    from datasets import DatasetDict, load_dataset, load_from_disk  # 2.5 s to import
-
-    try:
-        if (Path(config.path) / "dataset_info.json").is_file() or (Path(config.path) / "dataset_dict.json").is_file():
-            found = load_from_disk(config.path)
-        else:
-            found = load_dataset(config.path, split=config.split)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read `path` {config.path!r}, split {config.split!r}: {error}") from error
-    if isinstance(found, DatasetDict):
-        if config.split not in found:
-            raise InputError(
-                f"no `split` {config.split!r} in `path` {config.path!r}. {closest(config.split, map(str, found))}"
-            )
-        found = found[config.split]
-    return [_split(dict(row), config.column, f"`path` {config.path!r}") for row in found]
+    return [
+        _split(dict(row), config.column, f"`path` {config.path!r}") for row in hub.opened(config.path, config.split)
+    ]
 
 
 def _split(row: Mapping[str, Any], column: str, place: str) -> tuple[str, dict[str, Any]]:

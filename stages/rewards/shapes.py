@@ -18,6 +18,10 @@ def shapes(
     metadata: Sequence[dict[str, Any]],
 ) -> list[float | None]:
     """Strict: 1 when all is right, else 0. Partial: graded in [0, 1]."""
-    verdict = check(np.stack(pictures), [parse(prompt) for prompt in prompts])
-    scores = verdict.strict if config.score == "strict" else verdict.partial
-    return [float(score) for score in scores]
+    scores: list[float | None] = [None] * len(pictures)
+    for shape in {picture.shape for picture in pictures}:  # pictures that were taken in may be of many sizes
+        rows = [row for row, picture in enumerate(pictures) if picture.shape == shape]
+        verdict = check(np.stack([pictures[row] for row in rows]), [parse(prompts[row]) for row in rows])
+        for row, score in zip(rows, verdict.strict if config.score == "strict" else verdict.partial, strict=True):
+            scores[row] = float(score)
+    return scores
