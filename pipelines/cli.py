@@ -16,6 +16,8 @@ from pipelines.load import load
 from pipelines.look import look_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
+from pipelines.track import track_command
+from pipelines.trackers.kinds import check_installed
 from schemas.errors import RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     again.remove.set_defaults(command=remove)
     again.prune.set_defaults(command=prune_run)
     looking = look_commands(commands)
+    track = track_command(commands)
     for command in (run, again.rerun):
         command.add_argument(
             "--as", dest="run_name", metavar="RUN", help="name of the run's directory; the flow's by default"
@@ -105,15 +108,15 @@ def _parser() -> argparse.ArgumentParser:
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
         command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, *again, *looking):
+    for command in (run, *again, *looking, track):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, again.rerun, again.prune, looking.why):
+    for command in (listing, plan, run, again.rerun, again.prune, looking.why, track):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, again.rerun, looking.why):
+    for command in (plan, run, again.rerun, looking.why, track):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 
@@ -138,6 +141,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
+    check_installed(plan.trackers)
     run_name = arguments.flow if arguments.run_name is None else arguments.run_name
     return _started(plan, _checked(run_name), arguments, arguments.set)
 

@@ -1,0 +1,22 @@
+"""What a stage's metrics are called in a tracker."""
+
+from pipelines.plan import Plan
+from schemas.record import StageRecord
+
+_COMMON = ("train/", "reward/", "advantage/")
+
+
+def named(plan: Plan, record: StageRecord) -> dict[str, float]:
+    """Metrics of a record by the tracker's names, and ``time/NODE`` in seconds.
+
+    ``train/loss`` of the only update of the body keeps its name; others are ``NODE/METRIC``.
+    """
+    if record.status == "skipped":
+        return {}
+    node = plan.nodes[record.node]
+    alone = [other.name for other in plan.section("body") if other.stage == node.stage] == [node.name]
+    metrics: dict[str, float] = record.outputs.get("metrics", {})
+    out = {
+        name if alone and name.startswith(_COMMON) else f"{node.name}/{name}": value for name, value in metrics.items()
+    }
+    return {**out, f"time/{node.name}": record.volatile.seconds}
