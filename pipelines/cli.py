@@ -18,6 +18,8 @@ from pipelines.look import look_commands
 from pipelines.metrics import metrics_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
+from pipelines.track import track_command
+from pipelines.trackers.kinds import check_installed
 from schemas.errors import DiskFull, RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
@@ -105,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     taking.set_defaults(command=_import, plain=True)
     looking = look_commands(commands)
     measured = metrics_commands(commands)
+    track = track_command(commands)
     for command in (run, again.rerun, taking):
         by_default = "; the flow's by default" if command is run else ""
         command.add_argument("--as", dest="run_name", metavar="RUN", help=f"name of the run's directory{by_default}")
@@ -113,15 +116,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
-    for command in (run, taking, *again, *looking, *measured):
+    for command in (run, taking, *again, *looking, *measured, track):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, again.rerun, again.prune, looking.why):
+    for command in (listing, plan, run, again.rerun, again.prune, looking.why, track):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, again.rerun, taking, looking.why):
+    for command in (plan, run, again.rerun, taking, looking.why, track):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 
@@ -147,6 +150,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
+    check_installed(plan.trackers)
     run_name = arguments.flow if arguments.run_name is None else arguments.run_name
     return _started(plan, _checked(run_name), arguments, arguments.set)
 

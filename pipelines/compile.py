@@ -48,6 +48,7 @@ def compile_flow(file: LoadedFile, name: str) -> Plan:
         python_path=file.python_path,
         base=file.base,
         keep=flow.keep,
+        trackers=flow.trackers,
         schedule=flow.schedule,
         tags=flow.tags,
         sets=tuple(file.raw.sets.values()),

@@ -1,7 +1,7 @@
 """The compiled plan: a folded DAG of typed nodes and edges. The loop stays one body; the runner unrolls it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +9,7 @@ from schemas.contracts import CONTRACTS
 from schemas.doors import Contract, StageConfig
 from schemas.engine import Resources
 from schemas.flow import Guard, Keep, Schedule
+from schemas.trackers import TrackerConfig
 
 Section = Literal["before", "body", "after"]
 
@@ -132,6 +133,7 @@ class Plan:
     python_path: tuple[str, ...]  # absolute
     base: Path  # folder of flows.yaml; relative asset paths count from it (already resolved in configs)
     keep: Keep | None = None
+    trackers: Mapping[str, TrackerConfig] = field(default_factory=dict)
     schedule: Schedule | None = None
     tags: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()  # PATH=VALUE, as given with --set

@@ -11,6 +11,7 @@ from pipelines.plan import Plan
 from pipelines.prune import Pruner, prune
 from pipelines.saved import saved
 from pipelines.terminal import size
+from pipelines.trackers.kinds import check_installed
 from pipelines.unroll import Unrolled
 from schemas.errors import UserError
 from schemas.flow import Keep
@@ -68,6 +69,7 @@ def prepared(arguments: argparse.Namespace, run_name: str) -> tuple[Plan, list[s
     """The plan of a re-run and all its overrides; its directory is there with a run.json."""
     old = saved(arguments.runs, arguments.base)
     plan = old.planned(arguments.file, arguments.set)
+    check_installed(plan.trackers)
     start = start_of(arguments.start, plan)
     begin(plan, old.run, arguments.runs / run_name, start, arguments.set, only=arguments.only)
     return plan, [*old.sets, *arguments.set]

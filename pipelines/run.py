@@ -24,6 +24,8 @@ from pipelines.progress import Lines
 from pipelines.prune import Pruner, prune
 from pipelines.report import Report, as_lines, report
 from pipelines.rundir import Address, RunDirectory
+from pipelines.trackers.kinds import check_installed
+from pipelines.trackers.mirror import Mirror
 from pipelines.unroll import Unrolled
 from schemas.errors import Collapsed, UserError
 
@@ -74,6 +76,7 @@ def run_in(
 ) -> Report:
     """The same with a caller and a launcher of one's own. Holds the run's lock and ends the launcher."""
     begun = time.monotonic()
+    check_installed(plan.trackers)
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory, say):
         run = RunDirectory.open(directory)
@@ -82,11 +85,13 @@ def run_in(
         only = _asked_for(world)
         check_space(world, only)
         workers = begin()
+        mirror = Mirror(plan, directory, plan.trackers, lines.note)
         try:
             executor = Executor(world, workers, digests, lines, on_change)
-            world = Runner(executor, caller, only).run()
+            world = Runner(executor, caller, mirror, only).run()
         finally:
             workers.close()
+            mirror.close()
             lines.flush()
     result = report(world, only)
     for line in as_lines(result):
@@ -129,6 +134,7 @@ class Runner:
 
     executor: Executor
     caller: Caller
+    mirror: Mirror
     only: set[Address] | None = None
 
     def run(self) -> Unrolled:
@@ -159,12 +165,12 @@ class Runner:
             return iteration + 1
         return world.plan.times
 
-    def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> bool:
-        """Every node as soon as its inputs are there; whether any was computed.
+    def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> set[str]:
+        """Every node as soon as its inputs are there; gives those that were computed.
 
         After a failure what runs may end, and nothing new starts.
         """
-        made = False
+        made: set[str] = set()
         waiting = {node.name: node for node in nodes if self._wanted(node, iteration)}
         running: dict[Future[Outcome], str] = {}
         failure: BaseException | None = None
@@ -177,13 +183,15 @@ class Runner:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 name = running.pop(future)
                 error = future.exception()
-                made = made or (error is None and future.result().state == "done")
+                if error is None and future.result().state == "done":
+                    made.add(name)
                 if error is not None and failure is None:
                     failure = error
                     if running:
                         self.executor.lines.note(f"{name} failed; {', '.join(running.values())} may finish")
             if failure is not None and not running:
                 raise failure
+        self.mirror.add(self.executor.world, nodes, iteration, made)
         return made
 
     def _wanted(self, node: PlanNode, iteration: int | None) -> bool:

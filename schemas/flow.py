@@ -7,6 +7,7 @@ from pydantic import Field
 from schemas.engine import Resources
 from schemas.models import ModelConfig
 from schemas.strict import Strict
+from schemas.trackers import TrackerConfig
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 RawNode = dict[str, Any]
@@ -77,6 +78,9 @@ class Flow(Strict):
     after: dict[Name, RawNode] = Field(default_factory=dict)
     resources: Resources = Resources()
     keep: Keep | None = Field(default=None, description="Retention of heavy outputs; everything is kept when none.")
+    trackers: dict[Name, TrackerConfig] = Field(
+        default_factory=dict, description="Experiment trackers that the run directory is mirrored to."
+    )
     schedule: Schedule | None = None
     tags: tuple[str, ...] = ()
 

@@ -1,0 +1,1 @@
+"""Experiment trackers: they mirror the run directory and decide nothing."""
