@@ -73,7 +73,7 @@ def as_lines(plan: Plan) -> Iterator[str]:
     kept = "" if plan.keep is None else f", with what `keep` keeps of {plan.times} iterations"
     yield f"the run: {size(_total(plan))}{kept}"
     if unknown:
-        yield f"without {', '.join(unknown)}: not known before the model or the number of prompts is"
+        yield f"not known before the model and the prompts are: {', '.join(unknown)}"
 
 
 def check_space(world: Unrolled, only: Collection[Address] | None) -> None:

@@ -46,7 +46,10 @@ def test_a_model_that_is_not_here_is_said_to_be_unknown(
     flow_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "small", "--file", str(flow_file())]) == 0
-    assert "without encode, sample, update, eval, export: not known before" in capsys.readouterr().out
+    assert (
+        "not known before the model and the prompts are: encode, sample, update, eval, export"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_cannot_fit_is_refused(

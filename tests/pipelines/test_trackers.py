@@ -58,7 +58,7 @@ def wanted(times: int) -> Points:
 
 
 def timeless(points: Points) -> Points:
-    return {name: values for name, values in points.items() if not name.startswith("time/")}
+    return {name: values for name, values in points.items() if not name.startswith("time/") and "/memory/" not in name}
 
 
 def tensorboard(folder: Path) -> Points:
@@ -328,4 +328,5 @@ def test_names_keep_the_node_where_two_nodes_of_a_stage_would_meet(
     assert names == {
         *("advantage/reward/mean", "again/reward/mean", "train/loss", "update/steps"),
         *("time/advantage", "time/again", "time/update"),
+        *(f"{node}/memory/peak_bytes" for node in ("advantage", "again", "update")),
     }
