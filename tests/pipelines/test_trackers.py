@@ -58,7 +58,8 @@ def wanted(times: int) -> Points:
 
 
 def timeless(points: Points) -> Points:
-    return {name: values for name, values in points.items() if not name.startswith("time/") and "/memory/" not in name}
+    """Without what was measured."""
+    return {name: found for name, found in points.items() if not name.startswith("time/") and "/memory/" not in name}
 
 
 def tensorboard(folder: Path) -> Points:
