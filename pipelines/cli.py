@@ -20,6 +20,8 @@ from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
 from pipelines.track import track_command
 from pipelines.trackers.kinds import check_installed
+from pipelines.views.report import report_command
+from pipelines.views.samples import samples_command
 from schemas.errors import DiskFull, RewardflowError, ServerLost, UserError
 
 _ABOUT = """\
@@ -33,7 +35,7 @@ examples:
   rewardflow plan shapes                    what a flow will do, checked, without running it
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
   rewardflow run shapes --as more --set times=100 --set sample.per_prompt=16
-  rewardflow show demo                      what it did; also runs, why, diff, metrics and logs
+  rewardflow show demo                      what it did; also runs, why, diff, metrics, samples, report, logs
   rewardflow import-samples pictures --as mine --rewards size=jpeg_size
   rewardflow rerun demo --from 20/update --as lower --set update.optimizer.learning_rate.start=3e-5
 
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     taking.set_defaults(command=_import, plain=True)
     looking = look_commands(commands)
     measured = metrics_commands(commands)
+    views = (samples_command(commands), report_command(commands))
     track = track_command(commands)
     for command in (run, again.rerun, taking):
         by_default = "; the flow's by default" if command is run else ""
@@ -116,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
-    for command in (run, taking, *again, *looking, *measured, track):
+    for command in (run, taking, *again, *looking, *measured, *views, track):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )

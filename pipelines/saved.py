@@ -92,6 +92,12 @@ class Saved:
             return "complete"
         return "stopped"
 
+    def folder(self, word: str) -> str:
+        """The folder that a user means by `3`, `last`, `before` or `after`."""
+        if word == "last":
+            return f"{max((address.iteration or 0 for address in self.records), default=0):04d}"
+        return f"{int(word):04d}" if word.isdigit() else word
+
     def series(self) -> dict[str, dict[int, float]]:
         """The main metrics of the body's nodes over the iterations: ``eval_score.strict`` to ``{0: 0.44, ...}``."""
         out: dict[str, dict[int, float]] = {}

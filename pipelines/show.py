@@ -80,7 +80,7 @@ def run_text(shown: Json) -> list[str]:
 
 def iteration_json(run: Saved, folder: str) -> Json:
     """One iteration, or `before` or `after`."""
-    wanted = _folder(run, folder)
+    wanted = run.folder(folder)
     stages = [_stage_line(run, a, r) for a, r in run.records.items() if a.folder == wanted]
     if not stages:
         known = sorted({address.folder for address in run.records})
@@ -160,17 +160,11 @@ def address_of(run: Saved, folder: str, node: str) -> Address:
     """A stage's address by the words a user writes; UserError names the closest node."""
     if node not in run.nodes:
         raise UserError(f"the run {run.run.path} has no stage {node!r}. {closest(node, run.nodes)}")
-    wanted, section = _folder(run, folder), run.nodes[node]["section"]
+    wanted, section = run.folder(folder), run.nodes[node]["section"]
     if wanted.isdigit() != (section == "body") or (section != "body" and wanted != section):
         where = "an iteration" if section == "body" else section
         raise UserError(f"{node!r} is not in {folder!r}; write {where}/{node}")
     return Address(section, node, int(wanted) if wanted.isdigit() else None)
-
-
-def _folder(run: Saved, folder: str) -> str:
-    if folder == "last":
-        return f"{max((a.iteration or 0 for a in run.records), default=0):04d}"
-    return f"{int(folder):04d}" if folder.isdigit() else folder
 
 
 def _run_line(run: Saved) -> Json:

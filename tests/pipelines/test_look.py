@@ -202,10 +202,11 @@ def test_five_hundred_iterations_are_shown_in_two_seconds(done: Bench, look: Loo
         ["show", "one"],
         ["diff", "one", "one"],
         ["why", "one/400/update", "--file", str(done.file), "--set", "times=500"],
+        ["report", "one"],
     ):
         begun = time.monotonic()
         out = look(*words)
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < (10 if words[0] == "report" else 2)
         if words[0] == "show":
             assert "500 of 500 iterations" in out
             assert len(out.splitlines()) < 60

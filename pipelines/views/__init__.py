@@ -1,0 +1,1 @@
+"""A run as pictures: grids of samples, and the report."""
