@@ -12,6 +12,7 @@ from types import FrameType
 from pipelines.compile import compile_flow
 from pipelines.describe import as_json, as_text
 from pipelines.disk import as_lines as disk_lines
+from pipelines.generate import generate_command
 from pipelines.imports import import_command, prepared_import, say_imported
 from pipelines.load import load
 from pipelines.look import look_commands
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     taking.set_defaults(command=_import, plain=True)
     looking = look_commands(commands)
     measured = metrics_commands(commands)
-    views = (samples_command(commands), report_command(commands))
+    views = (samples_command(commands), report_command(commands), generate_command(commands))
     track = track_command(commands)
     for command in (run, again.rerun, taking):
         by_default = "; the flow's by default" if command is run else ""

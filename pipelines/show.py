@@ -174,7 +174,7 @@ def _run_line(run: Saved) -> Json:
         "state": run.state(),
         "iterations": run.iterations() if run.nodes else 0,
         "times": run.ended if run.nodes and run.times else 0,
-        "best": _best(run),
+        "best": best_of(run),
         "seconds": round(run.seconds(), 1),
         "bytes": run.size(),
         "created": run.facts.get("created", ""),
@@ -182,8 +182,8 @@ def _run_line(run: Saved) -> Json:
     }
 
 
-def _best(run: Saved) -> Json | None:
-    """Of the metric that the first guard watches, else of the first that `loop.best` names."""
+def best_of(run: Saved) -> Json | None:
+    """The best value of the metric that the first guard watches, else of the first that `loop.best` names."""
     guards = [guard["guard"]["metric"] for guard in run.plan.get("guards", {}).values()]
     edges = [
         edge for node in run.nodes.values() for _, edge in flat(node["inputs"]) if str(edge).startswith("loop.best(")

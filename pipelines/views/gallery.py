@@ -71,7 +71,7 @@ class Gallery:
     @cached_property
     def table(self) -> "pa.Table":
         """Memory-mapped."""
-        return _opened(self.place, self.ref)
+        return opened(self.place, self.ref)
 
     def png(self, picture: Picture) -> bytes:
         """The file of one picture."""
@@ -108,7 +108,7 @@ class Gallery:
         advantages: dict[str, float | None] = {}
         weights: dict[str, float] = {}
         for scorer, place, ref in _readers(self.run, self.address, RewardsTable):
-            table, before = _opened(place, ref), set(weights)
+            table, before = opened(place, ref), set(weights)
             ids = table.column("sample_id").to_pylist()
             for name, weight in ref.weights.items():
                 shown = f"{scorer.node}.{name}" if name in before else name
@@ -116,7 +116,7 @@ class Gallery:
                 for sample_id, value in zip(ids, table.column(name).to_pylist(), strict=True):
                     rewards[sample_id][shown] = value
             for _, where, found in _readers(self.run, scorer, AdvantagesTable):
-                judged = _opened(where, found)
+                judged = opened(where, found)
                 pairs = zip(judged.column("sample_id").to_pylist(), judged.column("advantage").to_pylist(), strict=True)
                 advantages.update(pairs)
         return rewards, dict(_sums(rewards, weights)), advantages
@@ -166,7 +166,7 @@ def spread(run: Saved, address: Address) -> Spread | None:
     for ref in _tables(run, address, RewardsTable):
         if not _there(run.run.place(address), ref):
             continue
-        table = _opened(run.run.place(address), ref)
+        table = opened(run.run.place(address), ref)
         ids, prompts = (table.column(name).to_pylist() for name in ("sample_id", "prompt_id"))
         columns = {name: table.column(name).to_pylist() for name in ref.weights}
         rewards = {key: {n: column[i] for n, column in columns.items()} for i, key in enumerate(ids)}
@@ -211,7 +211,8 @@ def _there(place: Path, ref: TableRef) -> bool:
     return bool(ref.shards) and (place / ref.path).exists()
 
 
-def _opened(place: Path, ref: TableRef) -> "pa.Table":
+def opened(place: Path, ref: TableRef) -> "pa.Table":
+    """A table of a stage's directory, memory-mapped; InputError names the shard that is missing or not whole."""
     import pyarrow as pa
 
     parts = []
