@@ -38,6 +38,7 @@ class Executor:
     digests: AssetDigests
     lines: Lines
     on_change: OnChange
+    rehearsal: bool = False
 
     def run(self, node: PlanNode, iteration: int | None) -> Outcome:
         """Reuses, skips or computes a stage whose inputs are committed."""
@@ -139,6 +140,7 @@ class Executor:
             iteration=address.iteration,
             resources=resources,
             python_path=self.world.plan.python_path,
+            rehearsal=self.rehearsal,
         )
         write_request(partial, request)
         clock = Clock()

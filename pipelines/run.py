@@ -2,14 +2,15 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from pipelines import preflight
 from pipelines.adopt import anew, start_of
 from pipelines.decide import OnChange
 from pipelines.describe import as_json
@@ -27,7 +28,7 @@ from pipelines.rundir import Address, RunDirectory
 from pipelines.trackers.kinds import check_installed
 from pipelines.trackers.mirror import Mirror
 from pipelines.unroll import Unrolled
-from schemas.errors import Collapsed, UserError
+from schemas.errors import Collapsed, UserError, WorkerLost
 
 BRANCHES = 8  # stages at work at once; those of one group of workers take turns
 say_aloud = partial(print, flush=True)
@@ -87,8 +88,10 @@ def run_in(
         workers = begin()
         mirror = Mirror(plan, directory, plan.trackers, lines.note)
         try:
-            executor = Executor(world, workers, digests, lines, on_change)
-            world = Runner(executor, caller, mirror, only).run()
+            runner = Runner(Executor(world, workers, digests, lines, on_change), caller, mirror, only)
+            if preflight.wanted(world):
+                runner = _flown(runner)
+            world = runner.run()
         finally:
             workers.close()
             mirror.close()
@@ -98,6 +101,29 @@ def run_in(
         say(line)
     say(f"run {directory} is complete ({time.monotonic() - begun:.0f} s)")
     return result
+
+
+def _flown(runner: "Runner") -> "Runner":
+    """After the preflight, with what it made of the run itself."""
+    executor = runner.executor
+    _, same = preflight.least(executor.world.plan)
+    runner = runner.ahead(same)
+
+    def go(small: Unrolled) -> None:
+        quiet = Lines(lambda _: None)
+        rehearsal = replace(executor, world=small, lines=quiet, on_change="stop", rehearsal=True)
+        mirror = Mirror(small.plan, small.run.path, {}, executor.lines.note)
+        with ThreadPoolExecutor(BRANCHES, thread_name_prefix="preflight") as pool:
+            for _ in range(small.plan.resources.retries):
+                try:
+                    Runner(rehearsal, ThreadCaller(pool), mirror).run()
+                    return
+                except WorkerLost as error:
+                    executor.lines.note(f"{error}; trying again on fresh workers")
+            Runner(rehearsal, ThreadCaller(pool), mirror).run()
+
+    preflight.fly(executor.world, same, go, executor.lines.note)
+    return runner
 
 
 def _opened(run: RunDirectory, plan: Plan) -> AssetDigests:
@@ -130,12 +156,21 @@ def _asked_for(world: Unrolled) -> set[Address] | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """Walks over the plan. Keeps nothing of past iterations: the run directory does. `only` are stage runs to make."""
+    """Walks over the plan. Keeps nothing of past iterations: the run directory does. `only` are stage runs to make.
+
+    `early` are nodes before the loop that have run already, with whether they were computed.
+    """
 
     executor: Executor
     caller: Caller
     mirror: Mirror
     only: set[Address] | None = None
+    early: Mapping[str, bool] = field(default_factory=dict)
+
+    def ahead(self, names: Sequence[str]) -> "Runner":
+        """Runs these nodes before the loop ahead of the others."""
+        made = self._walk([self.executor.world.plan.nodes[name] for name in names], None)
+        return replace(self, early={name: name in made for name in names})
 
     def run(self) -> Unrolled:
         """All sections; gives the world with the loop's end in it."""
@@ -166,6 +201,13 @@ class Runner:
         return world.plan.times
 
     def _section(self, nodes: Sequence[PlanNode], iteration: int | None) -> set[str]:
+        """Runs a section and hands it to the trackers; gives the nodes that were computed."""
+        made = self._walk([node for node in nodes if node.name not in self.early], iteration)
+        made |= {node.name for node in nodes if self.early.get(node.name)}
+        self.mirror.add(self.executor.world, nodes, iteration, made)
+        return made
+
+    def _walk(self, nodes: Sequence[PlanNode], iteration: int | None) -> set[str]:
         """Every node as soon as its inputs are there; gives those that were computed.
 
         After a failure what runs may end, and nothing new starts.
@@ -191,7 +233,6 @@ class Runner:
                         self.executor.lines.note(f"{name} failed; {', '.join(running.values())} may finish")
             if failure is not None and not running:
                 raise failure
-        self.mirror.add(self.executor.world, nodes, iteration, made)
         return made
 
     def _wanted(self, node: PlanNode, iteration: int | None) -> bool:

@@ -5,7 +5,7 @@ such as ``sample.samples``. Raise `version` when a stage computes something else
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -51,6 +51,10 @@ class PromptsConfig(StageConfig):
     def varies(self) -> frozenset[Varies]:
         """A choice depends on seed and iteration."""
         return frozenset(("seed", "iteration")) if self.choose else frozenset()
+
+    def least(self) -> Self:
+        """One prompt."""
+        return self.model_copy(update={"choose": 1})
 
 
 class PromptsInputs(StageInputs):
@@ -114,6 +118,10 @@ class SampleConfig(StageConfig):
     def varies(self) -> frozenset[Varies]:
         """Noise comes from seed and iteration."""
         return frozenset(("seed",)) if self.fixed_noise else frozenset(("seed", "iteration"))
+
+    def least(self) -> Self:
+        """The smallest group that has a spread."""
+        return self.model_copy(update={"per_prompt": min(self.per_prompt, 2)})
 
 
 class SampleInputs(StageInputs):
@@ -214,6 +222,10 @@ class UpdateConfig(StageConfig):
     def varies(self) -> frozenset[Varies]:
         """Noise, order, learning rate and old policy depend on them."""
         return frozenset(("seed", "iteration"))
+
+    def least(self) -> Self:
+        """One optimizer step."""
+        return self.model_copy(update={"steps": 1, "epochs": 1})
 
 
 class UpdateInputs(StageInputs):

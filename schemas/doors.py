@@ -1,7 +1,7 @@
 """What the doors of every stage have in common: Config, Inputs and Outputs, and the contract that holds the three."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -16,6 +16,10 @@ class StageConfig(Strict):
     def varies(self) -> frozenset[Varies]:
         """What else the outputs depend on."""
         return frozenset()
+
+    def least(self) -> Self:
+        """The same recipe on as little as it works on: for the preflight."""
+        return self
 
     def metric_names(self) -> tuple[str, ...] | None:
         """Names of the metrics of the output, or none when they are not known before the run."""

@@ -27,6 +27,10 @@ class Resources(Strict):
         default=3600.0, gt=0, description="Seconds without progress after which a worker counts as lost."
     )
     check_disk: bool = Field(default=True, description="Refuse a run that would not fit the disk, by estimate.")
+    preflight: bool = Field(
+        default=True,
+        description="Before iteration 1 one prompt goes through the whole flow, so that nothing breaks late.",
+    )
     retries: int = Field(default=1, ge=0, description="Fresh starts after lost workers.")
 
     def micro_batch_of(self, node: str, stage: str) -> int:

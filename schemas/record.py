@@ -20,6 +20,7 @@ class StageRequest(Strict):
     iteration: int | None = None
     resources: Resources = Resources()
     python_path: tuple[str, ...] = ()
+    rehearsal: bool = Field(default=False, description="Computes also what would change nothing: for the preflight.")
 
 
 class Answer(NamedTuple):

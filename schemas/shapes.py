@@ -1,5 +1,7 @@
 """The doors of the built-in example's own stages: data for its pretraining, and its autoencoder."""
 
+from typing import Self
+
 from pydantic import Field
 
 from schemas.artifacts import PipelineRef, PromptsTable, SamplesTable
@@ -14,6 +16,10 @@ class RenderConfig(StageConfig):
     def varies(self) -> frozenset[Varies]:
         """Every iteration draws others."""
         return frozenset(("seed", "iteration"))
+
+    def least(self) -> Self:
+        """One picture."""
+        return self.model_copy(update={"per_prompt": 1})
 
 
 class RenderInputs(StageInputs):
@@ -36,6 +42,10 @@ class FitAutoencoderConfig(StageConfig):
     def varies(self) -> frozenset[Varies]:
         """Weights and order come from the seed."""
         return frozenset(("seed",))
+
+    def least(self) -> Self:
+        """One step."""
+        return self.model_copy(update={"steps": 1})
 
 
 class FitAutoencoderInputs(StageInputs):

@@ -27,6 +27,7 @@ class StageContext:
     micro_batch: int
     rank: int = 0
     world_size: int = 1
+    rehearsal: bool = False
     device: str = "cpu"
     residents: dict[str, object] = field(default_factory=dict)
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None

@@ -90,7 +90,7 @@ def _step(
 ) -> None:
     """One optimizer step. With a `bound` the samples are this policy's own, and their log-probs must come out again."""
     count = float(sum(goal.rows.weights[list(unit.rows)].sum() for unit in units))
-    active = [unit for unit in units if not goal.idle(unit)]
+    active = [unit for unit in units if ctx.rehearsal or not goal.idle(unit)]
     step = StepMetrics()
     with ctx.timed("gradient"):
         bad = _backward(ctx, engine, goal, active, count, step) if active else []

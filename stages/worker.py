@@ -62,6 +62,7 @@ class Worker:
             micro_batch=request.resources.micro_batch_of(request.node, request.stage),
             rank=int(os.environ.get("RANK", "0")) if contract.distributed else 0,
             world_size=int(os.environ.get("WORLD_SIZE", "1")) if contract.distributed else 1,
+            rehearsal=request.rehearsal,
             device=device,
             residents=self._residents,
             progress=progress,

@@ -45,7 +45,7 @@ flows:
         collapse: {metric: eval_score.size, falls: 0.1}
     after:
       export: {policy: loop.best(eval_score.size)}
-    resources: {micro_batch: {sample: 3}}
+    resources: {micro_batch: {sample: 3}, preflight: false}
 """
 
 

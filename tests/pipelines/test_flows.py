@@ -33,7 +33,9 @@ flows:
         render: {prompts: chosen.chosen, per_prompt: 2}
         own: {stage: score, samples: render.samples, rewards: {own: {kind: external, name: own}}}
         size: {stage: score, samples: render.samples, rewards: {size: {kind: jpeg_size}}}
+    resources: {preflight: false}
 """
+PREFLIGHT = ("--set", "resources.preflight=true")
 TASKS = {"prompts", "extra", *(f"{node}[{i}]" for node in ("chosen", "render", "own", "size") for i in (0, 1))}
 SLOWLY = "time.sleep(0.5)"
 DIE_ONCE = "if not Path('died').exists():\n        Path('died').touch()\n        os.kill(os.getpid(), 9)"
@@ -74,7 +76,7 @@ def served(server: Server) -> dict[str, str]:
 
 
 def test_stage_runs_are_tasks_and_a_second_run_reuses_them(server: Server, folder: Path) -> None:
-    first = run(folder, served(server), "--as", "twice")
+    first = run(folder, served(server), "--as", "twice", *PREFLIGHT)
     assert (first.returncode, first.stderr) == (0, "")
     again = run(folder, served(server), "--as", "twice")
     assert (again.returncode, again.stderr) == (0, "")
@@ -108,11 +110,19 @@ def test_a_lost_worker_is_tried_again(server: Server, folder: Path) -> None:
     reward(folder, DIE_ONCE)
     result = run(folder, served(server), "--as", "lost", "--set", "times=1")
     assert (result.returncode, result.stderr) == (0, "")
+    assert "preflight" not in result.stdout
     assert "own[0] lost its worker: rank 0 was killed by SIGKILL" in result.stdout
     assert "trying again on fresh workers" in result.stdout
     tasks = server.task_runs(server.flow_runs("lost")[0], 6)
     assert tasks["own[0]"]["state"]["name"] == "Completed"
     assert {name: task["run_count"] for name, task in tasks.items() if task["run_count"] != 1} == {"own[0]": 2}
+
+
+def test_a_worker_lost_in_the_preflight_is_tried_again(server: Server, folder: Path) -> None:
+    reward(folder, DIE_ONCE)
+    result = run(folder, served(server), "--as", "early", "--set", "times=1", *PREFLIGHT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.index("own[0] lost its worker") < result.stdout.index("preflight passed")
 
 
 def test_the_users_mistake_is_one_message_and_is_not_tried_again(server: Server, folder: Path) -> None:
