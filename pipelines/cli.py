@@ -1,6 +1,7 @@
 """The command `rewardflow`. It answers --help, list and plan in about a second: torch and Prefect stay out of it."""
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -14,11 +15,15 @@ from pipelines.describe import as_json, as_text
 from pipelines.disk import as_lines as disk_lines
 from pipelines.generate import generate_command
 from pipelines.imports import import_command, prepared_import, say_imported
+from pipelines.init import init_command
 from pipelines.load import load
 from pipelines.look import look_commands
 from pipelines.metrics import metrics_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
+from pipelines.sweep import as_json as sweep_json
+from pipelines.sweep import as_text as sweep_text
+from pipelines.sweep import sweep_command, trials
 from pipelines.track import track_command
 from pipelines.trackers.kinds import check_installed
 from pipelines.views.report import report_command
@@ -32,6 +37,7 @@ prompts, encode, sample, score, advantage and update, some of them in a loop.
 """
 _EXAMPLES = """\
 examples:
+  rewardflow init mine                      a flow of your own to start from
   rewardflow list                           the flows of flows.yaml
   rewardflow plan shapes                    what a flow will do, checked, without running it
   rewardflow run shapes --as demo           run it; the same command goes on where it stopped
@@ -93,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rewardflow", description=_ABOUT, epilog=_EXAMPLES, formatter_class=kind)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    init_command(commands)
     listing = commands.add_parser("list", help="the flows of the file, with what they are for")
     listing.set_defaults(command=_list)
     plan = commands.add_parser("plan", help="check a flow and show its stages, edges and settings")
@@ -108,27 +115,29 @@ def _parser() -> argparse.ArgumentParser:
     again.prune.set_defaults(command=prune_run)
     taking = import_command(commands)
     taking.set_defaults(command=_import, plain=True)
+    sweep = sweep_command(commands)
+    sweep.set_defaults(command=_sweep)
     looking = look_commands(commands)
     measured = metrics_commands(commands)
     views = (samples_command(commands), report_command(commands), generate_command(commands))
     track = track_command(commands)
-    for command in (run, again.rerun, taking):
+    for command in (run, again.rerun, taking, sweep):
         by_default = "; the flow's by default" if command is run else ""
         command.add_argument("--as", dest="run_name", metavar="RUN", help=f"name of the run's directory{by_default}")
         command.add_argument("--on-change", choices=("stop", "rerun", "keep"), default="stop", help=_CHANGE)
-    for command in (run, again.rerun):
+    for command in (run, again.rerun, sweep):
         command.add_argument(
             "--plain", action="store_true", help="without Prefect: no task states and no UI, the same results"
         )
-    for command in (run, taking, *again, *looking, *measured, *views, track):
+    for command in (run, taking, sweep, *again, *looking, *measured, *views, track):
         command.add_argument(
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
         )
-    for command in (listing, plan, run, again.rerun, again.prune, looking.why, track):
+    for command in (listing, plan, run, sweep, again.rerun, again.prune, looking.why, track):
         command.add_argument(
             "--file", type=Path, default=Path("flows.yaml"), metavar="FILE", help="the flow file (default: flows.yaml)"
         )
-    for command in (plan, run, again.rerun, taking, looking.why, track):
+    for command in (plan, run, sweep, again.rerun, taking, looking.why, track):
         command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=_SET)
     return parser
 
@@ -169,6 +178,22 @@ def _import(arguments: argparse.Namespace) -> int:
     code = _started(prepared_import(arguments, run_name), run_name, arguments, [])
     say_imported(arguments.runs, run_name)
     return code
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    everything, failed = trials(arguments, _checked(arguments.run_name)), []
+    for trial in [] if arguments.dry_run else everything:
+        print(f"sweep: {trial.run_name}, {', '.join(f'{name}={value}' for name, value in trial.settings.items())}")
+        try:
+            _started(trial.plan, trial.run_name, arguments, trial.sets)
+        except ServerLost:
+            raise
+        except RewardflowError as error:
+            print(f"rewardflow: {trial.run_name}: {error}", file=sys.stderr)
+            failed.append(trial.run_name)
+    lines = sweep_json(arguments.runs, everything)
+    print(json.dumps(lines, indent=2) if arguments.json else "\n".join(sweep_text(lines)))
+    return 1 if failed else 0
 
 
 def _checked(run_name: str | None) -> str:

@@ -12,8 +12,6 @@ from pydantic import Field, model_validator
 from schemas.artifacts import (
     AdvantagesTable,
     ConditioningTable,
-    FileRef,
-    HistoryRef,
     PipelineRef,
     PolicyRef,
     PromptsTable,
@@ -26,6 +24,14 @@ from schemas.doors import Contract, StageConfig, StageInputs, StageOutputs, Vari
 from schemas.imports import ImportSamplesConfig, ImportSamplesInputs, ImportSamplesOutputs
 from schemas.losses import EmaConfig, KlConfig, LossConfig, OldPolicyConfig, OptimizerConfig, WeightSet
 from schemas.models import ModelConfig
+from schemas.results import (
+    ExportConfig,
+    ExportInputs,
+    ExportOutputs,
+    SummariseConfig,
+    SummariseInputs,
+    SummariseOutputs,
+)
 from schemas.rewards import RewardConfig
 from schemas.sampling import SamplerConfig
 from schemas.shapes import (
@@ -242,55 +248,6 @@ class UpdateOutputs(StageOutputs):
     """The better policy."""
 
     policy: PolicyRef
-
-
-class SummariseConfig(StageConfig):
-    """Compares evaluations and draws pictures of them."""
-
-    metric: str = Field(description="Name of the reward that is compared.")
-    pictures: int = Field(default=6, ge=1, description="Pictures for each prompt in the grid.")
-
-
-class SummariseInputs(StageInputs):
-    """Evaluations before and after by name (`train`, `heldout`), pictures of one of them, and a curve."""
-
-    before: dict[str, RewardsTable]
-    after: dict[str, RewardsTable]
-    samples_before: SamplesTable | None = None
-    samples_after: SamplesTable | None = None
-    curves: dict[str, HistoryRef] = Field(default_factory=dict)
-
-
-class SummariseOutputs(StageOutputs):
-    """A table in Markdown and, where the inputs are there, two pictures."""
-
-    summary: FileRef
-    grid: FileRef | None = None
-    curve: FileRef | None = None
-
-
-class ExportConfig(StageConfig):
-    """Writes a policy in the form that plain diffusers loads."""
-
-    model: ModelConfig
-    weights: WeightSet = "ema"
-    format: Literal["lora", "pipeline"] = Field(
-        default="pipeline", description="LoRA file, or a whole pipeline folder."
-    )
-    dtype: Literal["float32", "float16"] = Field(default="float32", description="Storage dtype of the export.")
-
-
-class ExportInputs(StageInputs):
-    """A policy."""
-
-    policy: PolicyRef | None
-    pipeline: PipelineRef | None = None
-
-
-class ExportOutputs(StageOutputs):
-    """The folder for `from_pretrained`, or for `load_lora_weights`."""
-
-    folder: PipelineRef
 
 
 CONTRACTS: dict[str, Contract] = {
