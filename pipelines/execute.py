@@ -10,8 +10,8 @@ from pipelines.launch import Launcher
 from pipelines.plan import FromNode, PlanNode
 from pipelines.progress import Clock, Lines
 from pipelines.prune import lost_input
-from pipelines.rundir import Address, StageDirectory, write_request
-from pipelines.unroll import Resolved, Unrolled
+from pipelines.rundir import Address, StageDirectory, outputs_of, write_request
+from pipelines.unroll import Resolved, Unrolled, identity_of
 from schemas.errors import InputError
 from schemas.fingerprint import fingerprint
 from schemas.record import Answer, StageRecord, StageRequest
@@ -86,14 +86,32 @@ class Executor:
         return decision.action == "reuse"
 
     def _follows(self, node: PlanNode, name: str, record: StageRecord, resolved: Resolved) -> bool:
-        """A longer loop gives `after` other inputs, and readers of an `every` stage that ran only as the last one."""
-        if node.section == "after":
+        """A longer loop gives `after` other inputs, and readers of an `every` stage that ran only as the last one.
+
+        What stands on a stage that was made again, with consent or for this reason, follows it.
+        """
+        if node.section == "after" or self._made_again(name, record, resolved):
             return True
         edge = node.inputs.get(name)
         if not isinstance(edge, FromNode) or self.world.plan.nodes[edge.node].every is None:
             return False
         old, new = str(record.sources.get(name, "")), str(resolved.sources.get(name, ""))
         return old != new and old.partition("/")[2] == new.partition("/")[2]
+
+    def _made_again(self, name: str, record: StageRecord, resolved: Resolved) -> bool:
+        """Whether an input comes from the same stage run as before, whose old result was moved aside."""
+        source = resolved.sources.get(name)
+        if not isinstance(source, str) or source != record.sources.get(name):
+            return False
+        path, _, output = source.rpartition(".")
+        place = self.world.run.path / path
+        contract = self.world.plan.nodes[place.name].contract if place.name in self.world.plan.nodes else None
+        old = (StageDirectory(folder).record() for folder in place.parent.glob(f"{place.name}.stale-*"))
+        return contract is not None and any(
+            identity_of(dict(outputs_of(stale, contract, place)).get(output)) == record.payload["inputs"].get(name)
+            for stale in old
+            if stale is not None and stale.status == "done"
+        )
 
     def _skip(self, node: PlanNode, address: Address, directory: StageDirectory, why: str) -> Outcome:
         wanted = {"stage": node.stage, "version": node.contract.version, "skipped": True}

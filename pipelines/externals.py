@@ -3,11 +3,14 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from pydantic import BaseModel
 
 from pipelines.load import LoadedFile
 from pipelines.mistakes import At, Mistakes, parsed
+from schemas.assets import digest_of
 from schemas.contracts import ScoreConfig
 from schemas.errors import UserError, closest
 from schemas.flow import External
@@ -24,16 +27,21 @@ def with_externals(config: ScoreConfig, file: LoadedFile, at: At, found: Mistake
 
 
 def _bound(reward: ExternalReward, file: LoadedFile, at: At, found: Mistakes) -> ExternalReward:
-    if reward.target:
-        found.add("`target` is named in `external` at the top of the file only; leave it out here", (*at, "target"))
+    for field in ("target", "code"):
+        if getattr(reward, field):
+            found.add(f"`{field}` follows from `external` at the top of the file; leave it out here", (*at, field))
     entry = file.spec.external.get(reward.name)
     if entry is None:
         hint = closest(reward.name, file.spec.external)
         found.add(f"no entry {reward.name!r} under `external` at the top of the file. {hint}", (*at, "name"))
         return reward
-    return reward.model_copy(
-        update={"target": entry.target, "settings": _settings(reward, entry, file, (*at, "settings"), found)}
-    )
+    code = ""
+    try:
+        code = code_digest(entry.target, file.python_path)
+    except UserError as error:
+        found.add(str(error), ("external", reward.name, "target"))
+    settings = _settings(reward, entry, file, (*at, "settings"), found)
+    return reward.model_copy(update={"target": entry.target, "code": code, "settings": settings})
 
 
 def _settings(reward: ExternalReward, entry: External, file: LoadedFile, at: At, found: Mistakes) -> dict[str, object]:
@@ -49,6 +57,20 @@ def _settings(reward: ExternalReward, entry: External, file: LoadedFile, at: At,
     settings, errors = parsed(kind, reward.settings, at, file.raw.error)
     found.extend(errors)
     return settings.model_dump(mode="json") if settings is not None else reward.settings
+
+
+def code_digest(target: str, python_path: Sequence[str]) -> str:
+    """Digest of the source of ``module:function``'s module, found as a worker would find it but never imported."""
+    module = target.partition(":")[0]
+    places: Sequence[str] | None = [*sys.path, *python_path]
+    spec = None
+    for place in range(len(names := module.split("."))):
+        spec = None if places is None else PathFinder.find_spec(".".join(names[: place + 1]), places)
+        places = None if spec is None else spec.submodule_search_locations
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        where = ", ".join(python_path) or "none"
+        raise UserError(f"no module {module!r}; its folder must be in `python_path` (now: {where}) or installed")
+    return digest_of(Path(spec.origin))
 
 
 def config_class(name: str, python_path: Sequence[str]) -> type[BaseModel]:

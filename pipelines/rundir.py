@@ -172,7 +172,7 @@ class RunDirectory:
         if not file.is_file():
             return {}
         try:
-            return json.loads(file.read_bytes())
+            return _shaped(json.loads(file.read_bytes()))
         except ValueError as error:
             raise InputError(
                 f"{file} cannot be read ({error}); move it away and run again to have it rebuilt"
@@ -181,6 +181,19 @@ class RunDirectory:
     def write(self, facts: Mapping[str, Any]) -> None:
         """Replaces run.json."""
         write_text(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+
+
+def _shaped(facts: Any) -> dict[str, Any]:
+    """run.json, when its parts are what they should be; else ValueError."""
+    if not isinstance(facts, dict):
+        raise ValueError("it is no JSON object")
+    plan = facts.get("plan")
+    parts = {name: facts.get(name) for name in ("plan", "assets", "base")}
+    parts["plan.nodes"] = plan.get("nodes") if isinstance(plan, dict) else None
+    wrong = next((name for name, part in parts.items() if part is not None and not isinstance(part, dict)), None)
+    if wrong is not None:
+        raise ValueError(f"its {wrong!r} is no JSON object")
+    return facts
 
 
 def file_digest(file: Path) -> str:

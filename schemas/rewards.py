@@ -33,6 +33,7 @@ class ExternalReward(_Reward):
     name: str = Field(description="Name of the entry under `external`.")
     settings: dict[str, Any] = Field(default_factory=dict, description="Fields of the entry's own config class.")
     target: str = Field(default="", description="Filled from the entry; naming code here is refused.")
+    code: str = Field(default="", description="Filled in: digest of the source of the target's module.")
 
 
 RewardConfig = Annotated[ShapesReward | JpegSizeReward | ExternalReward, Field(discriminator="kind")]

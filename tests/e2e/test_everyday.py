@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -104,6 +107,65 @@ def test_generated_pictures_are_samples_that_can_be_imported(folder: Path) -> No
 def test_generate_says_what_it_cannot(folder: Path, words: tuple[str, ...], message: str) -> None:
     result = rewardflow(folder, "generate", "first", *words)
     assert (result.returncode, result.stderr) == (2, f"rewardflow: {message}\n")
+
+
+def alone(folder: Path, *words: str) -> tuple[dict[str, Any], Path]:
+    """`python -m stages`: outputs, and where they lie."""
+    command = [sys.executable, "-m", "stages", *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    place = next(line for line in result.stderr.splitlines() if line.startswith("outputs go to "))
+    return json.loads(result.stdout), Path(place.removeprefix("outputs go to "))
+
+
+def test_a_finished_stage_runs_alone_also_in_a_copied_run(folder: Path) -> None:
+    first, copied = folder / "runs" / "first", folder / "elsewhere" / "copied"
+    record = json.loads((first / "0001" / "score" / "record.json").read_bytes())
+    out, place = alone(folder, "runs/first/0001/score/request.json")
+    assert out["rewards"]["digest"] == record["outputs"]["rewards"]["digest"]
+    assert place == first / "alone" / "0001-score"
+    assert alone(folder, "runs/first/0001/score/request.json")[1] == first / "alone" / "0001-score-2"
+    shutil.copytree(first, copied)
+    first.rename(first.with_name("gone"))
+    try:
+        out, place = alone(folder, "elsewhere/copied/0001/score/request.json", "--out", "new")
+        assert out["rewards"]["digest"] == record["outputs"]["rewards"]["digest"]
+        assert (place, (folder / "new" / "outputs.json").is_file()) == (Path("new"), True)
+        refused = rewardflow(folder, "show", "first")
+        assert refused.returncode == 2
+        shown = json.loads(done(folder, "show", "copied", "--json", "--runs", "elsewhere"))
+        assert (shown["state"], shown["iterations"], shown["damaged"]) == ("complete", 2, {})
+    finally:
+        first.with_name("gone").rename(first)
+
+
+def test_a_copied_run_goes_on_and_is_run_again(folder: Path) -> None:
+    """As on another machine: the place of the first run is gone."""
+    first, moved = folder / "runs" / "first", folder / "moved"
+    shutil.copytree(first, moved / "first")
+    first.rename(first.with_name("gone"))
+    words = [word for text in ("times=3", *SMALL[1:]) for word in ("--set", text)]
+    try:
+        said = done(folder, "run", "tune", "--as", "first", "--plain", "--runs", "moved", *words)
+        assert "run moved/first is complete" in said
+        assert not re.search(r"\[[01]\] +(sample|update) +done", said)
+        assert re.search(r"\[2\] +update +done", said)
+        again = (
+            "--from",
+            "1/advantage",
+            "--as",
+            "batch",
+            "--set",
+            "advantage.kind=global",
+            "--runs",
+            "moved",
+            "--plain",
+        )
+        assert re.search(r"\[1\] +advantage +done", done(folder, "rerun", "first", *again))
+        assert not first.exists()
+    finally:
+        first.with_name("gone").rename(first)
 
 
 def test_the_report_of_a_training_run(folder: Path) -> None:

@@ -13,6 +13,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from pipelines.externals import code_digest
+from schemas.assets import digest_of
+from schemas.errors import UserError
+
 ROOT = Path(__file__).parents[2]
 
 FLOWS = """\
@@ -121,13 +125,54 @@ def test_a_mistake_in_it_is_one_message(folder: Path, body: str, code: int, word
     assert "reused 2 finished stages" in again.stdout
 
 
+@pytest.mark.slow
+def test_its_source_is_identity(folder: Path) -> None:
+    assert run(folder).returncode == 0
+    mine = folder / "my_rewards.py"
+    mine.write_text(REDNESS.replace("255", "510"))
+    done = run(folder)
+    assert done.returncode == 2
+    assert "score was made by another recipe than the one wanted now:\n    config.rewards.red.code: " in done.stderr
+    old = {row["sample_id"]: row["red"] for row in rows(folder, "score", "rewards")}
+    done = run(folder, "--on-change", "rerun")
+    assert done.returncode == 0, done.stderr
+    for row in rows(folder, "score", "rewards"):
+        half = old[row["sample_id"]]
+        assert row["red"] == (None if half is None else pytest.approx(half / 2))
+    assert "reused 2 finished stages" in done.stdout  # prompts and pictures
+
+
+def test_a_module_that_is_nowhere_is_refused_at_once(folder: Path) -> None:
+    (folder / "my_rewards.py").unlink()
+    done = run(folder)
+    assert done.returncode == 2
+    assert "flows.yaml:3:" in done.stderr
+    assert "external.redness.target: no module 'my_rewards'; its folder must be in `python_path` (now: " in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_the_source_is_found_without_importing_it(tmp_path: Path) -> None:
+    package = tmp_path / "deep" / "down"
+    package.mkdir(parents=True)
+    for file in (tmp_path / "deep" / "__init__.py", package / "__init__.py"):
+        file.write_text("raise RuntimeError('imported')\n")
+    (package / "mine.py").write_text("raise RuntimeError('imported')\n")
+    found = code_digest("deep.down.mine:score", [str(tmp_path)])
+    assert found == digest_of(package / "mine.py")
+    assert code_digest("deep.down:score", [str(tmp_path)]) == digest_of(package / "__init__.py")
+    for missing in ("deep.up:score", "deeper:score", "deep.down.mine.more:score"):
+        with pytest.raises(UserError, match="no module"):
+            code_digest(missing, [str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ("score.rewards.red.code=abc", "`code` follows from `external`"),
         ("score.rewards.red.target=os:system", "'target' names code, and code is named only in the file"),
         (
             "score.rewards.red={kind: external, name: redness, settings: {scale: 1.0}, target: 'os:system'}",
-            "`target` is named in `external`",
+            "`target` follows from `external`",
         ),
         ("score.rewards.red.name=system", "no entry 'system' under `external`"),
     ],

@@ -196,7 +196,8 @@ def external_file(
 ) -> Path:
     head = EXTERNAL.replace("house_configs", module)
     file = flow_file((REWARDS, MINE), ("flows:\n", head + "flows:\n"), *changes)
-    (file.parent / "code").mkdir()
+    (file.parent / "code" / "house").mkdir(parents=True)
+    (file.parent / "code" / "house" / "rewards.py").write_text("")
     (file.parent / "code" / f"{module}.py").write_text(config)
     return file
 
@@ -222,7 +223,7 @@ def test_an_external_reward_is_filled_from_its_entry(flow_file: Write, monkeypat
             CONFIG,
             r"rewards.size.name: no entry 'mien'.*Did you mean 'mine'",
         ),
-        ("m_target", ("name: mine", "name: mine, target: 'os:system'"), CONFIG, r"size.target: `target` is named in"),
+        ("m_target", ("name: mine", "name: mine, target: 'os:system'"), CONFIG, r"size.target: `target` follows from"),
         ("m_field", ("scale: 2.5", "scael: 2.5"), CONFIG, r"settings.scael: unknown field 'scael'.*'scale'"),
         ("m_type", ("scale: 2.5", "scale: much"), CONFIG, r"settings.scale: wanted a valid number, got 'much'"),
         (

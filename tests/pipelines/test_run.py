@@ -237,6 +237,31 @@ def test_reader_of_an_every_node_says_on_which_record_it_stands(flow_file: Calla
     assert bench.record("0003/eval_score").sources["samples"] == "0002/eval.samples"
 
 
+def test_what_stands_on_a_stage_that_was_made_again_follows_it(flow_file: Callable[..., Path], tmp_path: Path) -> None:
+    """A node that trains reads one with `every`, which runs in the last iteration too: in a longer loop it did not."""
+    some = "        some: {stage: prompts, every: 2, path: prompts.txt, choose: 2}\n        sample:\n"
+    file = flow_file(
+        ("        sample:\n          prompts: prompts.chosen\n", some + "          prompts: some.chosen\n")
+    )
+    bench = Bench(file, tmp_path / "runs" / "one")
+    bench.go("times=2")
+    assert bench.record("0001/sample").sources["prompts"] == "0001/some.chosen"
+    with pytest.raises(InputError):  # killed amid the chain
+        bench.go("times=4", hook=lambda request: _fail() if request.node == "advantage" else None)
+    ran = bench.go("times=4").ran
+    assert bench.record("0001/sample").sources["prompts"] == "0000/some.chosen"
+    assert not {"some[0]", "sample[0]", "update[0]", "sample[1]", "score[1]"} & set(ran)
+    assert {"advantage[1]", "update[1]", "sample[2]", "update[3]"} <= set(ran)
+    fresh = Bench(file, tmp_path / "runs" / "fresh")
+    fresh.go("times=4")
+    only = {"0001/some", "0001/eval", "0001/eval_score"}  # of the shorter loop's end
+    assert {k: v for k, v in bench.records().items() if k not in only} == fresh.records()
+
+
+def _fail() -> None:
+    raise InputError("stopped")
+
+
 def test_branches_run_side_by_side(bench: Bench) -> None:
     together = threading.Barrier(2, timeout=20)
 

@@ -216,3 +216,12 @@ def test_unchanged_folder_is_not_hashed_again(tmp_path: Path) -> None:
 
 def test_hub_id_stands_for_itself() -> None:
     assert AssetDigests()("owner/name") == "owner/name"
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "3", '{"plan": []}', '{"plan": {"nodes": 1}}', '{"assets": "x"}', '{"base": [1]}', "{"]
+)
+def test_a_run_json_of_another_shape_is_one_message(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(InputError, match=r"run\.json cannot be read .*; move it away and run again to have it rebuilt"):
+        RunDirectory.open(tmp_path)
