@@ -1,6 +1,7 @@
 """Kills at random moments, again and again: the run still ends as if nothing had happened.
 
-A short form of what `REWARDFLOW_CRASH_SEEDS=10 pytest tests/e2e/test_crash.py -s` does in full: 10 kills a seed.
+A short form of what `REWARDFLOW_CRASH_SEEDS=10 REWARDFLOW_CRASH_PREFECT=5 pytest tests/e2e/test_crash.py -s` does in
+full: 10 kills a seed, and 5 of a run through Prefect.
 """
 
 import json
@@ -10,16 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.pipelines.prefect_server import environment, running_server
 from tests.processes import MARK, gone, marked, workers_of
 
 ROOT = Path(__file__).parents[2]
 KILLS = 10
 SEEDS = int(os.environ.get("REWARDFLOW_CRASH_SEEDS", "2"))
+THROUGH_PREFECT = int(os.environ.get("REWARDFLOW_CRASH_PREFECT", "2"))  # kills
 pytestmark = pytest.mark.slow
 
 # Stages that load no torch, so that a start takes a second; with retention, so that pruning is killed too.
@@ -38,14 +42,16 @@ flows:
         advantage: {rewards: score.rewards}
     keep: {last: 2, every: 10}
 """
-COMMAND = [sys.executable, "-m", "pipelines.cli", "run", "micro", "--plain"]
+COMMAND = [sys.executable, "-m", "pipelines.cli", "run", "micro"]
 
 
-def started(folder: Path) -> "subprocess.Popen[bytes]":
+def started(folder: Path, *words: str, env: Mapping[str, str] = os.environ) -> "subprocess.Popen[bytes]":
+    """The command, without Prefect unless words say otherwise."""
     (folder / "flows.yaml").write_text(FLOWS)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    env = {**env, "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    command = [*COMMAND, *(words or ["--plain"])]
     with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(COMMAND, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -97,4 +103,27 @@ def test_random_kills_change_nothing(whole: dict[str, Any], tmp_path: Path, seed
     print(f"seed {seed}: {kills} kills, {fruitful} of them after something new was committed")
     assert fruitful >= kills / 2
     assert outcome(run) == whole
+    assert "Traceback" not in (tmp_path / "out.txt").read_text()
+
+
+def test_the_same_through_prefect(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    dice, run, words = random.Random(0), tmp_path / "runs" / "micro", ("--set", "times=60")
+    plain = tmp_path_factory.mktemp("plain")
+    assert started(plain, "--plain", *words).wait(120) == 0, (plain / "out.txt").read_text()
+    fruitful = 0
+    with running_server(tmp_path_factory.mktemp("prefect")) as server:
+        env = environment(server.home, PREFECT_API_URL=server.url)
+        for _ in range(THROUGH_PREFECT):
+            before, command = committed(run), started(tmp_path, *words, env=env)
+            time.sleep(dice.uniform(4, 8))
+            left = marked(str(tmp_path))
+            assert command.poll() is None, (tmp_path / "out.txt").read_text()
+            os.killpg(command.pid, signal.SIGKILL)
+            command.wait(10)
+            assert gone(left, 20)
+            fruitful += committed(run) > before
+        assert started(tmp_path, *words, env=env).wait(240) == 0, (tmp_path / "out.txt").read_text()
+    print(f"through Prefect: {THROUGH_PREFECT} kills, {fruitful} of them after something new was committed")
+    assert fruitful >= THROUGH_PREFECT / 2
+    assert outcome(run) == outcome(plain / "runs" / "micro")
     assert "Traceback" not in (tmp_path / "out.txt").read_text()
