@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.cli import main
+from tests.pipelines.bench import Bench
 from tests.pipelines.test_look import BEST
-from tests.pipelines.test_run import Bench
 
 
 @pytest.fixture

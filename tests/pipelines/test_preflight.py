@@ -15,7 +15,7 @@ from pipelines.unroll import Unrolled
 from schemas.contracts import CONTRACTS
 from schemas.errors import InputError
 from schemas.record import StageRequest
-from tests.pipelines.test_run import Bench
+from tests.pipelines.bench import Bench
 
 ON = "resources.preflight=true"
 OTHER = (

@@ -13,7 +13,7 @@ from pipelines.compile import compile_flow
 from pipelines.load import load
 from pipelines.rundir import RunDirectory
 from schemas.errors import InputError
-from tests.pipelines.test_run import Bench, sized
+from tests.pipelines.bench import Bench, sized
 
 TIMES = "times=10"
 KEEP = "keep={last: 2, every: 4}"

@@ -15,8 +15,7 @@ from pipelines.plan import Plan
 from pipelines.rundir import Address, RunDirectory
 from pipelines.unroll import Unrolled
 from schemas.errors import InputError, UserError
-from tests.pipelines.bench import BenchLauncher
-from tests.pipelines.test_run import Bench, sized
+from tests.pipelines.bench import Bench, BenchLauncher, sized
 
 BEST = sized({0: 0.5, 2: 0.7, 3: 0.6})
 

@@ -1,80 +1,19 @@
 """The runner on real plans and a launcher that writes real files; what stages compute is tested elsewhere."""
 
-import json
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipelines.compile import compile_flow
-from pipelines.decide import OnChange
-from pipelines.load import load
-from pipelines.report import Report
-from pipelines.run import ThreadCaller, run_in
-from pipelines.rundir import Address, RunDirectory
 from schemas.errors import Collapsed, InputError, StaleRecord, UserError
-from schemas.record import Decision, StageRecord, StageRequest
-from tests.pipelines.bench import BenchLauncher, Metrics, no_metrics
-
-
-class Bench:
-    """A run directory and the small flow."""
-
-    def __init__(self, file: Path, directory: Path) -> None:
-        self.file, self.run = file, RunDirectory(directory)
-        self.said: list[str] = []
-
-    def go(
-        self,
-        *sets: str,
-        metrics: Metrics = no_metrics,
-        on_change: OnChange = "stop",
-        hook: Callable[[StageRequest], None] | None = None,
-    ) -> BenchLauncher:
-        launcher = BenchLauncher(metrics, hook)
-        self.launch(launcher, sets, on_change)
-        return launcher
-
-    def launch(self, launcher: BenchLauncher, sets: Sequence[str] = (), on_change: OnChange = "stop") -> Report:
-        plan = compile_flow(load(self.file, "small", sets), "small")
-        self.said.clear()
-        with ThreadPoolExecutor(4) as pool:
-            return run_in(
-                plan, self.run.path, ThreadCaller(pool), lambda: launcher, say=self.said.append, on_change=on_change
-            )
-
-    def record(self, path: str) -> StageRecord:
-        folder, node = path.split("/")
-        address = Address("body", node, int(folder)) if folder.isdigit() else Address("after", node)
-        record = self.run.stage(address).record()
-        assert record is not None
-        return record
-
-    def records(self) -> dict[str, object]:
-        files = {p.parent.relative_to(self.run.path).as_posix(): p for p in self.run.path.glob("*/*/record.json")}
-        return {
-            name: {k: v for k, v in json.loads(file.read_bytes()).items() if k != "volatile"}
-            for name, file in files.items()
-            if ".stale-" not in name
-        }
+from schemas.record import Decision, StageRequest
+from tests.pipelines.bench import Bench, BenchLauncher, sized
 
 
 @pytest.fixture
 def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
     return Bench(flow_file(), tmp_path / "runs" / "one")
-
-
-def sized(values: dict[int, float]) -> Metrics:
-    """The metric of eval_score by iteration."""
-
-    def metrics(request: StageRequest) -> dict[str, float]:
-        if request.stage != "score":
-            return {}
-        return {"size": values.get(request.iteration or 0, 0.0) if request.node == "eval_score" else 1.0}
-
-    return metrics
 
 
 def test_every_node_runs_when_it_is_due_and_after_what_it_reads(bench: Bench) -> None:
