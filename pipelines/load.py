@@ -89,6 +89,8 @@ def load(path: Path, flow: str | None = None, sets: Sequence[str] = ()) -> Loade
 
 def read(path: Path) -> RawFile:
     """The tree of a YAML file, unchecked."""
+    if path.is_dir():
+        raise FlowFileError("is a folder; name the file in it, such as --file FOLDER/flows.yaml", file=str(path))
     if not path.is_file():
         raise FlowFileError("no such file; run in the folder of your flows.yaml or name it with --file", file=str(path))
     try:

@@ -139,6 +139,8 @@ def _message(detail: ErrorDetails, owner: type[BaseModel] | None, name: str) -> 
     got = detail["input"]
     if detail["type"] == "value_error":
         return detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "too_short" and "ctx" in detail:
+        return f"wanted at least {detail['ctx']['min_length']}, got {detail['ctx']['actual_length']}"
     if detail["type"] == "literal_error":
         choices = _choices(owner, name)
         if choices:

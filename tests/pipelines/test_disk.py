@@ -74,7 +74,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_run_goes_on_after_space_is_made(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "shapes", *EXAMPLE, "--plain", "--runs", str(small_disk), "--as", "one", *TINY]
-    words += ["--set", "keep=null", "--set", "resources.check_disk=false"]
+    words += ["--set", "keep=null", "--set", "resources.check_disk=false", "--set", "resources.preflight=false"]
     filler = small_disk / "filler"
     filler.write_bytes(bytes(10_000_000))
     assert main(words) == 1
