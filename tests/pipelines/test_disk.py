@@ -14,7 +14,9 @@ from pipelines.load import load
 from pipelines.rundir import bytes_in
 
 EXAMPLE = ["--file", "flows.yaml"]
+ONE = ("base_train", "base_heldout", "final_train", "final_heldout")
 TINY = ["--set", "times=2", "--set", "sample.per_prompt=4", "--set", "eval.per_prompt=2"]
+TINY += [word for node in ONE for word in ("--set", f"{node}.per_prompt=1")]
 
 
 def test_plan_tells_what_a_run_needs(capsys: pytest.CaptureFixture[str]) -> None:
