@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 
@@ -89,7 +90,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         full = DiskFull.is_why(error)
-        what = DiskFull(str(error)) if full else f"{error}; the run's folder is that of --runs and --as"
+        hint = "; the run's folder is that of --runs and --as" if hasattr(arguments, "run_name") else ""
+        what = DiskFull(str(error)) if full else f"{error}{hint}"
         print(f"rewardflow: {what}", file=sys.stderr)
         return 1 if full else 2
 
@@ -181,19 +183,23 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    everything, failed = trials(arguments, _checked(arguments.run_name)), []
-    for trial in [] if arguments.dry_run else everything:
-        print(f"sweep: {trial.run_name}, {', '.join(f'{name}={value}' for name, value in trial.settings.items())}")
-        try:
-            _started(trial.plan, trial.run_name, arguments, trial.sets)
-        except ServerLost:
-            raise
-        except RewardflowError as error:
-            print(f"rewardflow: {trial.run_name}: {error}", file=sys.stderr)
-            failed.append(trial.run_name)
-    lines = sweep_json(arguments.runs, everything)
+    everything = trials(arguments, _checked(arguments.run_name))
+    failed: dict[str, RewardflowError] = {}
+    with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        for trial in [] if arguments.dry_run else everything:
+            print(f"sweep: {trial.run_name}, {', '.join(f'{name}={value}' for name, value in trial.settings.items())}")
+            try:
+                _started(trial.plan, trial.run_name, arguments, trial.sets)
+            except ServerLost:
+                raise
+            except RewardflowError as error:
+                print(f"rewardflow: {trial.run_name}: {error}", file=sys.stderr)
+                failed[trial.run_name] = error
+    lines = sweep_json(arguments.runs, everything, failed)
     print(json.dumps(lines, indent=2) if arguments.json else "\n".join(sweep_text(lines)))
-    return 1 if failed else 0
+    if not failed:
+        return 0
+    return 2 if all(isinstance(error, UserError) for error in failed.values()) else 1
 
 
 def _checked(run_name: str | None) -> str:

@@ -17,6 +17,7 @@ OnChange = Literal["stop", "rerun", "keep"]
 Json = dict[str, Any]
 _NOT_DEFAULT = "(not the default)"
 _MOST = 12
+_CODE = ".code"
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,15 @@ def decide(
     )
 
 
+def _told(path: str, value: Any) -> str:
+    return short(value)[:12] if path.endswith(_CODE) else short(value)
+
+
 def table(changes: list[tuple[str, Any, Any]]) -> str:
     """Field paths with recorded and wanted values, one a line."""
-    lines = [f"    {path}: {short(old)} -> {short(new)}" for path, old, new in changes[:_MOST]]
+    lines = [f"    {path}: {_told(path, old)} -> {_told(path, new)}" for path, old, new in changes[:_MOST]]
+    if any(path.endswith(_CODE) for path, _, _ in changes):
+        lines.append("    (`code` is the source of the reward's module: it was edited)")
     if len(changes) > _MOST:
         lines.append(f"    and {len(changes) - _MOST} more")
     return "\n".join(lines)

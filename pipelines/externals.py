@@ -70,7 +70,13 @@ def code_digest(target: str, python_path: Sequence[str]) -> str:
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         where = ", ".join(python_path) or "none"
         raise UserError(f"no module {module!r}; its folder must be in `python_path` (now: {where}) or installed")
-    return digest_of(Path(spec.origin))
+    source = Path(spec.origin)
+    if source.suffix == ".py":
+        try:
+            compile(source.read_bytes(), str(source), "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{source} is no Python: {error}") from error
+    return digest_of(source)
 
 
 def config_class(name: str, python_path: Sequence[str]) -> type[BaseModel]:

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from pipelines.launch import Launcher, launcher
+from pipelines.policies import newest_input, policy_of
 from pipelines.progress import Clock, Lines
 from pipelines.run import say_aloud
-from pipelines.rundir import Address, located, outputs_of, write_text
+from pipelines.rundir import Address, located, write_text
 from pipelines.saved import Saved, saved
-from pipelines.show import best_of
 from pipelines.views.gallery import opened
-from schemas.artifacts import PolicyRef, SamplesTable
+from schemas.artifacts import SamplesTable
 from schemas.assets import is_hub_id
 from schemas.contracts import (
-    CONTRACTS,
     EncodeConfig,
     EncodeOutputs,
     PromptsConfig,
@@ -91,9 +90,15 @@ def generate_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 def _generate(arguments: argparse.Namespace) -> int:
     if arguments.prompt is not None and not all(text.strip() for text in arguments.prompt):
         raise UserError("--prompt: wants words, got none")
+    if arguments.prompts is not None and not arguments.prompts.is_file():
+        raise UserError(f"--prompts: no file {arguments.prompts}; write the prompts there, one a line")
+    if arguments.seed is not None and arguments.seed < 0:
+        raise UserError(f"--seed {arguments.seed}: wants 0 or more")
     run = saved(arguments.runs, arguments.run)
     drawing = _drawing(run, arguments)
     folder: Path = arguments.out or run.run.path / "views" / "generated" / drawing.label
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file; name an empty or a new folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / "metadata.jsonl").is_file():
         raise UserError(f"--out {folder}: holds other files; name an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             samples = _samples(run, drawing, arguments, workers, Path(work))
         finally:
             workers.close()
-        names = _written(samples, folder, drawing, arguments.seed)
+        names = _written(samples, folder, drawing, _drawn_otherwise(arguments))
     print(f"{len(names)} pictures by {drawing.label} ({drawing.sample.weights}) in {folder}")
     return 0
 
@@ -116,7 +121,7 @@ def _drawing(run: Saved, arguments: argparse.Namespace) -> Drawing:
     model = config.model.path
     if model is not None and not is_hub_id(model) and not Path(model).exists():
         raise UserError(f"the model of the run, {model}, is not there; bring it back to its place")
-    label, policy = _policy(run, arguments.policy)
+    label, policy = policy_of(run, arguments.policy)
     weights = arguments.weights or config.weights
     if policy is not None and weights not in policy["sets"]:
         have = ", ".join(policy["sets"])
@@ -137,7 +142,7 @@ def _drawing(run: Saved, arguments: argparse.Namespace) -> Drawing:
     return Drawing(
         sample,
         EncodeConfig.model_validate(encode["config"]),
-        _input(run, name, "pipeline"),
+        newest_input(run, name, "pipeline"),
         policy,
         label,
     )
@@ -153,73 +158,6 @@ def _evaluation(run: Saved) -> tuple[str, dict[str, Any]]:
             f"the run {run.run.path} has no stage that draws from a policy, so there is nothing to draw like"
         )
     return min(nodes, key=lambda item: (not item[1]["config"]["fixed_noise"], item[1]["section"] != "body"))
-
-
-def _policy(run: Saved, wanted: str | None) -> tuple[str, dict[str, Any] | None]:
-    """The name of a policy and the pointer to it."""
-    found = ((a.iteration, a) for a, record in run.records.items() if "policy" in record.outputs)
-    made = {iteration: address for iteration, address in found if iteration is not None}
-    best = best_of(run)
-    if wanted is None:
-        wanted = "best" if best else "last"
-    if wanted == "base":
-        return "base", None
-    if wanted == "best":
-        if best is None:
-            raise UserError(
-                "--policy best: the run has no evaluation that a guard or loop.best names; give an iteration"
-            )
-        return _evaluated(run, best)
-    if wanted == "last":
-        if not made:
-            raise UserError(
-                f"--policy last: the run {run.run.path} has made no policy yet; `--policy base` is the model"
-            )
-        return _there(run, made[max(made)])
-    if not wanted.isdigit() or int(wanted) not in made:
-        known = f"0 to {max(made)}" if made else "none yet"
-        raise UserError(f"--policy {wanted}: wants best, last, base or the iteration that made it ({known})")
-    return _there(run, made[int(wanted)])
-
-
-def _evaluated(run: Saved, best: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """The policy whose pictures got the best score."""
-    records = {address.path: record for address, record in run.records.items()}
-    score = records[f"{best['iteration']:04d}/{best['metric'].partition('.')[0]}"]
-    sample = records.get(str(score.sources["samples"]).rpartition(".")[0])
-    source = None if sample is None else sample.sources.get("policy")
-    if source is None or str(source).rpartition(".")[0] not in records:
-        return "base", None
-    return _there(run, next(a for a in run.records if a.path == str(source).rpartition(".")[0]))
-
-
-def _there(run: Saved, address: Address) -> tuple[str, dict[str, Any]]:
-    """The policy that a stage run made; UserError when it was pruned."""
-    record, place = run.records[address], run.run.place(address)
-    outputs = outputs_of(record, CONTRACTS[record.stage], place)
-    policy = next(value for _, value in outputs if isinstance(value, PolicyRef))
-    if not (place / policy.path).exists():
-        kept = [
-            a.folder for a, r in run.records.items() if "policy" in r.outputs and (run.run.place(a) / "policy").exists()
-        ]
-        raise UserError(
-            f"the policy of {run.run.path.name}/{address.path} was pruned; there are {', '.join(kept) or 'none'}"
-        )
-    return address.folder, located(policy, place.resolve())
-
-
-def _input(run: Saved, node: str, name: str) -> dict[str, Any] | None:
-    """What the newest run of a node got as an input."""
-    sources = [
-        str(record.sources[name]) for a, record in run.records.items() if a.node == node and record.sources.get(name)
-    ]
-    if not sources:
-        return None
-    path, _, output = sources[-1].rpartition(".")
-    address = next(a for a in run.records if a.path == path)
-    place = run.run.place(address)
-    outputs = outputs_of(run.records[address], CONTRACTS[run.records[address].stage], place)
-    return located(getattr(outputs, output), place.resolve())
 
 
 def _samples(
@@ -258,7 +196,7 @@ def _samples(
     return place, drawn.samples
 
 
-def _written(samples: tuple[Path, SamplesTable], folder: Path, drawing: Drawing, seed: int | None) -> list[str]:
+def _written(samples: tuple[Path, SamplesTable], folder: Path, drawing: Drawing, ending: str) -> list[str]:
     """One PNG a picture, and a line of metadata each; lines of other pictures in the folder stay."""
     table = opened(*samples)
     rows = table.select(["prompt_id", "prompt", "index", "seed"]).to_pylist()
@@ -269,13 +207,19 @@ def _written(samples: tuple[Path, SamplesTable], folder: Path, drawing: Drawing,
     lines = {json.loads(line)["file_name"]: line for line in old}
     names = []
     for place, row in enumerate(rows):
-        name = f"{stems[row['prompt_id']]}{'' if seed is None else f'-seed{seed}'}-{row['index']}.png"
+        name = f"{stems[row['prompt_id']]}{ending}-{row['index']}.png"
         (folder / name).write_bytes(table.column("image")[place].as_py()["bytes"])
         told = {"file_name": name, "prompt": row["prompt"], "seed": row["seed"], **how}
         lines[name] = json.dumps(told, ensure_ascii=False)
         names.append(name)
     write_text(metadata, "\n".join(lines.values()) + "\n")
     return names
+
+
+def _drawn_otherwise(arguments: argparse.Namespace) -> str:
+    """For file names: what differs from how evaluations draw, so that no picture takes the place of another."""
+    names = ("weights", "steps", "guidance", "seed")
+    return "".join(f"-{name}-{value}" for name in names if (value := getattr(arguments, name)) is not None)
 
 
 def _stems(prompts: Mapping[str, str]) -> dict[str, str]:

@@ -31,7 +31,7 @@ def _init(arguments: argparse.Namespace) -> int:
     ]
     there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
-        raise UserError(f"{', '.join(there)} is there already; name another folder: rewardflow init FOLDER")
+        raise UserError(f"{', '.join(there)} there already; name another folder: rewardflow init FOLDER")
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_TEMPLATES / name, folder / name)

@@ -94,7 +94,10 @@ def _why(arguments: argparse.Namespace) -> int:
     run, rest = _place(arguments.runs, arguments.place)
     if len(rest) != 2:
         raise UserError(f"why {arguments.place}: wants RUN/ITERATION/STAGE, such as {run.run.path.name}/3/update")
-    shown = why_json(run, run.planned(arguments.file, arguments.set), address_of(run, *rest))
+    plan, address = run.planned(arguments.file, arguments.set), address_of(run, *rest)
+    if address.iteration is not None and address.iteration >= plan.times:
+        raise UserError(f"why {arguments.place}: the loop runs {plan.times} times, so the last is {plan.times - 1}")
+    shown = why_json(run, plan, address)
     return _said(arguments, shown, why_text(shown))
 
 

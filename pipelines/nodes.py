@@ -155,7 +155,20 @@ def _with_assets(config: StageConfig, base: Path, at: At, model_at: At, found: M
         message = _problem(config)(given[field], path, base)
         if message:
             found.add(message, here)
+    if isinstance(out, PromptsConfig):
+        _check_choice(out, at, found)
     return out
+
+
+def _check_choice(config: PromptsConfig, at: At, found: Mistakes) -> None:
+    """Of a text file the prompts are counted now; of a dataset the stage counts them."""
+    path = Path(config.path)
+    if config.choose is None or not path.is_file() or path.suffix not in _PROMPT_FILES:
+        return
+    with path.open("rb") as stream:
+        there = sum(1 for line in stream if line.strip())
+    if config.choose > there:
+        found.add(f"wanted at most {there}, the prompts of {path}, got {config.choose}", (*at, "choose"))
 
 
 def resolved(model: M, base: Path) -> M:

@@ -187,6 +187,8 @@ def _shaped(facts: Any) -> dict[str, Any]:
     """run.json, when its parts are what they should be; else ValueError."""
     if not isinstance(facts, dict):
         raise ValueError("it is no JSON object")
+    if not isinstance(facts.get("flow"), str):
+        raise ValueError("it names no flow")
     plan = facts.get("plan")
     parts = {name: facts.get(name) for name in ("plan", "assets", "base")}
     parts["plan.nodes"] = plan.get("nodes") if isinstance(plan, dict) else None

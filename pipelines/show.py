@@ -31,7 +31,7 @@ def runs_text(lines: Sequence[Json]) -> list[str]:
             [
                 line["run"],
                 line["flow"],
-                line["state"],
+                f"{line['state']}, {line['damaged']} damaged" if line["damaged"] else line["state"],
                 done,
                 best,
                 duration(line["seconds"]),

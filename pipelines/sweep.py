@@ -3,7 +3,7 @@
 import argparse
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +58,10 @@ def sweep_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 def trials(arguments: argparse.Namespace, run_name: str) -> list[Trial]:
     """Every combination, all of them checked before the first one runs."""
     axes = [_axis(text) for text in arguments.over]
-    twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
+    given = [*(name for name, _ in axes), *(text.partition("=")[0] for text in arguments.set)]
+    twice = next((name for name, _ in axes if given.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"--over {twice}: given twice; list all values in one")
+        raise UserError(f"--over {twice}: given twice; list all values in one --over, and none in --set")
     out = []
     for place, values in enumerate(itertools.product(*(values for _, values in axes)), start=1):
         settings = {name: value for (name, _), value in zip(axes, values, strict=True)}
@@ -70,9 +71,12 @@ def trials(arguments: argparse.Namespace, run_name: str) -> list[Trial]:
     return out
 
 
-def as_json(runs: Path, all_of: Sequence[Trial]) -> list[dict[str, Any]]:
-    """A line for each trial: settings, state, best value, results."""
-    return [_line(runs, trial) for trial in all_of]
+def as_json(runs: Path, all_of: Sequence[Trial], failed: Collection[str]) -> list[dict[str, Any]]:
+    """A line for each trial: settings, state, best value, results. What is there of a failed one counts for nothing."""
+    lines = [_line(runs, trial) for trial in all_of]
+    return [
+        {**line, "state": "failed", "best": None, "results": {}} if line["run"] in failed else line for line in lines
+    ]
 
 
 def as_text(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -110,6 +114,8 @@ def _axis(text: str) -> tuple[str, list[Any]]:
         raise UserError(f"--over {text}: the values are no YAML list: write 1,2,3 or [a, b]") from error
     if not found:
         raise UserError(f"--over {text}: wants at least one value")
+    if len({json.dumps(value) for value in found}) < len(found):
+        raise UserError(f"--over {text}: a value is there twice")
     return name, list(found)
 
 

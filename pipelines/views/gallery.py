@@ -131,6 +131,7 @@ def gallery(run: Saved, folder: str, node: str | None = None) -> Gallery:
     if not there:
         folders = sorted({a.folder for a in run.records if any(_tables(run, a, SamplesTable))})
         have = f"there are some in {_few(folders)}" if folders else "no stage of the run makes any"
+        have = next(iter(run.damaged.values()), have)
         raise UserError(f"{run.run.path.name}/{folder} has no pictures; {have}")
     names = [found.address.node for found in there]
     if node is not None and node not in names:

@@ -1,11 +1,13 @@
 """The command."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from pipelines.rundir import write_text
 from pipelines.saved import saved
 from pipelines.terminal import size
+from pipelines.views.samples import file_for
 
 _ABOUT = """\
 RUN as one HTML file that opens from disk, without a network: results, reward and evaluation curves, statistics of
@@ -28,9 +30,11 @@ def _report(arguments: argparse.Namespace) -> int:
     from pipelines.views.page import page
 
     run = saved(arguments.runs, arguments.run)
-    path: Path = arguments.out or run.run.path / "views" / "report.html"
+    path: Path = file_for(arguments.out, ".html") or run.run.path / "views" / "report.html"
     text = page(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
+    for told in run.damaged.values():
+        print(f"damaged: {told}", file=sys.stderr)
     print(f"{path} ({size(path.stat().st_size)})")
     return 0

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,18 +63,27 @@ def _samples(arguments: argparse.Namespace) -> int:
     found = gallery(run, run.folder(arguments.iteration), arguments.stage)
     groups = found.groups()
     name = found.address.path.replace("/", "-")
-    path: Path = arguments.out or run.run.path / "views" / f"{name}.png"
+    path: Path = file_for(arguments.out, ".png") or run.run.path / "views" / f"{name}.png"
     title = f"{run.run.path.name}/{found.address.path}"
     shown = spread(groups, arguments.prompts)
     _save(draw(found, title, shown, arguments.each, len(groups)), path)
+    for text in run.damaged.values():
+        print(f"damaged: {text}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(_as_json(title, path, groups), indent=2))
         return 0
-    print("\n".join(_line(group) for group in shown))
+    print("\n".join([title, *(f"  {_line(group)}" for group in shown)]))
     if len(shown) < len(groups):
         print(f"({len(groups) - len(shown)} prompts between are not shown; --prompts 0 shows all)")
     print(path)
     return 0
+
+
+def file_for(out: Path | None, suffix: str) -> Path | None:
+    """--out, when it can be nothing else than a file of this kind: what is there already is written over."""
+    if out is not None and (out.suffix.lower() != suffix or out.is_dir()):
+        raise UserError(f"--out {out}: wants the name of a {suffix} file")
+    return out
 
 
 def spread(groups: Sequence[Group], rows: int) -> list[Group]:

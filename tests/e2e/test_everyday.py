@@ -56,7 +56,7 @@ def test_the_template_is_a_checked_flow_and_is_not_written_over(folder: Path) ->
     assert list(load(folder / "flows.yaml").spec.flows) == ["tune"]
     again = rewardflow(folder, "init")
     assert again.returncode == 2
-    assert "flows.yaml, prompts/eval.txt, prompts/train.txt, rewards.py is there already" in again.stderr
+    assert "flows.yaml, prompts/eval.txt, prompts/train.txt, rewards.py there already" in again.stderr
     assert (folder / "flows.yaml").read_text() == text
 
 
@@ -101,6 +101,9 @@ def test_generated_pictures_are_samples_that_can_be_imported(folder: Path) -> No
         ),
         (("--prompt", "x", "--per-prompt", "0"), "--per-prompt 0: input should be greater than or equal to 1"),
         (("--prompt", " "), "--prompt: wants words, got none"),
+        (("--prompt", "x", "--seed", "-1"), "--seed -1: wants 0 or more"),
+        (("--prompts", "prompts"), "--prompts: no file prompts; write the prompts there, one a line"),
+        (("--prompt", "x", "--out", "rewards.py"), "--out rewards.py: is a file; name an empty or a new folder"),
         (("--prompt", "x", "--out", "prompts"), "--out prompts: holds other files; name an empty or a new folder"),
     ],
 )
@@ -184,3 +187,34 @@ def test_the_report_of_a_training_run(folder: Path) -> None:
         assert title in words
     assert "0001/sample: best and worst of each group" in words
     assert done(folder, "samples", "first", "last").splitlines()[-1] == "runs/first/views/0001-sample.png"
+
+
+def test_views_take_the_place_of_nothing_else(folder: Path) -> None:
+    for words in (
+        ("samples", "first", "0", "--out", "runs/first/run.json"),
+        ("report", "first", "--out", "rewards.py"),
+    ):
+        refused = rewardflow(folder, *words)
+        assert refused.returncode == 2
+        assert re.search(r"--out \S+: wants the name of a \.(png|html) file", refused.stderr)
+
+
+def test_the_best_of_a_rerun_is_what_was_evaluated(folder: Path) -> None:
+    """Its evaluations were adopted: they speak of the first run's policies, not of those it made anew."""
+    words = ("--from", "all/update", "--only", "--as", "other", "--set", "update.loss.beta=0.5", "--plain")
+    done(folder, "rerun", "first", *words)
+    drawn = {}
+    for run in ("first", "other"):
+        done(folder, "generate", run, "--prompts", "prompts/eval.txt", "--per-prompt", "1", "--out", f"best-{run}")
+        drawn[run] = {file.name: file.read_bytes() for file in (folder / f"best-{run}").glob("*.png")}
+    assert drawn["first"] == drawn["other"]
+    policies = json.loads((folder / "best-other" / "metadata.jsonl").read_text().splitlines()[0])["policy"]
+    assert policies in ("base", "first-0000", "first-0001")
+    (folder / "apart").mkdir()
+    shutil.copytree(folder / "runs" / "other", folder / "apart" / "other")
+    lost = rewardflow(folder, "generate", "other", "--prompt", "x", "--runs", "apart")
+    assert lost.returncode == 2
+    assert "was adopted from" in lost.stderr
+    assert "which is gone; bring that run back to its place" in lost.stderr
+    assert "which is gone" in rewardflow(folder, "samples", "other", "0", "--runs", "apart").stderr
+    assert "damaged" in done(folder, "runs", "--runs", "apart")

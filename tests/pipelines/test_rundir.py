@@ -219,7 +219,17 @@ def test_hub_id_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "3", '{"plan": []}', '{"plan": {"nodes": 1}}', '{"assets": "x"}', '{"base": [1]}', "{"]
+    "text",
+    [
+        "[]",
+        "3",
+        "{}",
+        '{"flow": "f", "plan": []}',
+        '{"flow": "f", "plan": {"nodes": 1}}',
+        '{"flow": "f", "assets": "x"}',
+        '{"flow": "f", "base": [1]}',
+        "{",
+    ],
 )
 def test_a_run_json_of_another_shape_is_one_message(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)

@@ -55,11 +55,13 @@ def test_each_combination_is_a_run(folder: Path, capfd: pytest.CaptureFixture[st
     assert not (folder / "runs").exists()
 
     code, said, errors = swept(capfd, *over)
-    assert code == 1
+    assert code == 2  # the input of both was wrong
+    assert [line.split()[3] for line in said.splitlines()[-4:]] == ["complete", "failed", "complete", "failed"]
     assert [line.split(":")[1].strip() for line in errors.splitlines()] == ["s-2", "s-4"]
-    code, said, _ = swept(capfd, *over, "--dry-run", "--json")
+    code, said, errors = swept(capfd, *over, "--json")
+    assert "sweep: s-2" in errors  # progress is not in the way of the JSON
     lines = json.loads(said)
-    assert [line["state"] for line in lines] == ["complete", "stopped", "complete", "stopped"]
+    assert [line["state"] for line in lines] == ["complete", "failed", "complete", "failed"]
     assert lines[0]["results"]["score.size"] == pytest.approx(-lines[2]["results"]["score.size"])
     assert lines[2]["settings"] == {KIND: "large", COLUMN: "prompt"}
     plan = json.loads((folder / "runs" / "s-3" / "run.json").read_bytes())["plan"]
@@ -75,7 +77,9 @@ def test_each_combination_is_a_run(folder: Path, capfd: pytest.CaptureFixture[st
         (("--over", "seed"), "--over seed: wants PATH=VALUES, such as update.loss.beta=0.5,1"),
         (("--over", "seed=[1"), "--over seed=[1: the values are no YAML list: write 1,2,3 or [a, b]"),
         (("--over", "seed=[]"), "--over seed=[]: wants at least one value"),
-        (("--over", "seed=1", "--over", "seed=2"), "--over seed: given twice; list all values in one"),
+        (("--over", "seed=1", "--over", "seed=2"), "--over seed: given twice; list all values in one --over"),
+        (("--over", "seed=1,2", "--set", "seed=3"), "--over seed: given twice; list all values in one --over"),
+        (("--over", "seed=1,1"), "--over seed=1,1: a value is there twice"),
         (("--over", f"{KIND}=small,vast"), "unknown value 'vast'. Known: large, small."),
     ],
 )
