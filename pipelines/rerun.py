@@ -107,6 +107,9 @@ def prune_run(arguments: argparse.Namespace) -> int:
             print(f"{one.address.path}.{one.output}  {size(one.size)}")
         total = sum(one.size for one in heavy) if arguments.dry_run else prune(heavy)
     print(f"{'would free' if arguments.dry_run else 'freed'} {size(total)} in {len(heavy)} outputs")
+    holding = sorted(name for name, _ in adopters(run.run.path))
+    if holding:
+        print(f"kept beside: what {', '.join(holding)} adopted")
     return 0
 
 

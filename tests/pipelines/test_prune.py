@@ -100,6 +100,13 @@ def test_the_command_tells_and_frees(bench: Bench, capsys: pytest.CaptureFixture
     assert there(bench, "update", "policy") == [0, 1, 3, 4, 7, 8, 9]
     assert main(words) == 0
     assert capsys.readouterr().out == "freed 0 B in 0 outputs\n"
+    adopter = bench.run.path.with_name("again")
+    adopter.mkdir()
+    (adopter / "run.json").write_text(
+        json.dumps({"flow": "small", "base": {"adopted": {"../one": {"0001/update": ""}}}})
+    )
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith("kept beside: what again adopted\n")
     assert main(["show", "one/2/sample", "--runs", str(bench.run.path.parent)]) == 0
     assert ", pruned" in capsys.readouterr().out
 
