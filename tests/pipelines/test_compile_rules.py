@@ -260,6 +260,7 @@ def test_an_entry_without_config_takes_no_settings(flow_file: Write) -> None:
     assert "names no config class, so the reward takes no settings" in refused(file)
 
 
+@pytest.mark.slow
 def test_a_config_module_that_loads_torch(flow_file: Write) -> None:
     file = external_file(flow_file, config="import torch\n" + CONFIG, module="m_torch")
     # In a process of its own: this one has torch already.

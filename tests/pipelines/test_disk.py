@@ -45,6 +45,7 @@ def test_a_model_that_is_not_here_is_said_to_be_unknown(
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_why_says_what_the_runner_would_do(done: Bench, look: Look) -> None:
     )
 
 
+@pytest.mark.slow
 def test_why_of_unfinished_and_adopted_stages(done: Bench, look: Look) -> None:
     stage = done.run.path / "0003" / "sample"
     partial = stage.with_name("sample.partial")

@@ -42,6 +42,7 @@ def swept(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, said, errors
 
 
+@pytest.mark.slow
 def test_each_combination_is_a_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     over = ("--over", f"{KIND}=small,large", "--over", f"{COLUMN}=[prompt, nothing]")
     code, said, errors = swept(capfd, *over, "--dry-run")

@@ -36,6 +36,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_stopped_update_goes_on_and_ends_equal(sd3_folder: Path, tmp_path: Path, name: str) -> None:
     (whole,) = Chain(str(sd3_folder), str(tmp_path / "whole"), **LOSSES[name]).run({})
@@ -57,6 +58,7 @@ def test_a_stopped_update_goes_on_and_ends_equal(sd3_folder: Path, tmp_path: Pat
     assert left(folder) == ["policy"]
 
 
+@pytest.mark.slow
 def test_without_checkpoints_it_starts_over(sd3_folder: Path, tmp_path: Path) -> None:
     settings = LOSSES["grpo"]
     (whole,) = Chain(str(sd3_folder), str(tmp_path / "whole"), **settings).run({})
@@ -65,6 +67,7 @@ def test_without_checkpoints_it_starts_over(sd3_folder: Path, tmp_path: Path) ->
     assert chain.run({})[0].policy.digest == whole.policy.digest
 
 
+@pytest.mark.slow
 def test_a_kill_amid_a_checkpoint_leaves_the_one_before(sd3_folder: Path, tmp_path: Path) -> None:
     settings = LOSSES["grpo"]
     (whole,) = Chain(str(sd3_folder), str(tmp_path / "whole"), **settings).run({})

@@ -51,6 +51,7 @@ def test_datasets_gives_states_back_in_their_shape(family: str, made: Chain) -> 
         assert (moved > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [2, None])
 def test_an_update_replays_and_moves_the_policy(made: Chain, lora: int | None) -> None:
     made = Chain(**{**vars(made), "lora": lora})
@@ -66,6 +67,7 @@ def test_an_update_replays_and_moves_the_policy(made: Chain, lora: int | None) -
     assert any(not torch.equal(old[name], new[name]) for name in old)
 
 
+@pytest.mark.slow
 def test_a_cold_engine_computes_the_same(made: Chain) -> None:
     warm = made.run({})[-1].policy.digest
     cold = Chain(**{**vars(made), "directory": str(Path(made.directory) / "cold")})

@@ -70,6 +70,7 @@ def test_prompts_are_apart(pipeline: StableDiffusion3Pipeline) -> None:
     assert (torch.cdist(pooled, pooled) + own).min() > 0.5
 
 
+@pytest.mark.slow
 def test_the_autoencoder_learns_and_normalises_its_latents() -> None:
     images = render_all([parse(text) for text in ALL], np.random.default_rng(0))
     seen: list[tuple[int, int, str]] = []

@@ -99,6 +99,7 @@ def test_losses_on_latents_do_not_depend_on_micro_batches(
     assert distance(first_gradient(updated(made, shuffled, "order").policy), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_idle_units_are_computed_when_the_kl_needs_them(sd3_folder: Path, tmp_path: Path) -> None:
     """With all advantages 0 only the KL pulls, and at the base its gradient is 0."""
     made = chain(sd3_folder, tmp_path, flat=("p0", "p1", "p2"), iterations=2)
@@ -114,6 +115,7 @@ def test_idle_units_are_computed_when_the_kl_needs_them(sd3_folder: Path, tmp_pa
         assert out.metrics["train/kl"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [2, None])
 def test_the_kl_is_the_distance_to_the_base(sd3_folder: Path, tmp_path: Path, lora: int | None) -> None:
     """The mean's KL over 2 std^2 equals that over 2 g^2 divided by -dt, and the loss has it times its weight."""
