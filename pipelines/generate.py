@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +45,6 @@ examples:
   rewardflow generate demo --prompts prompts.txt --policy base --per-prompt 8
   rewardflow generate demo --prompt "two red circles" --policy 40 --weights raw --steps 28 --out pictures
 """
-
-
 _OPTIONS = {"per_prompt": "per-prompt", "steps": "steps", "guidance_scale": "guidance"}
 Out = TypeVar("Out", bound=StageOutputs)
 
@@ -103,12 +102,11 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out {folder}: holds other files; name an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     resources = Resources.model_validate(run.plan["resources"])
-    with tempfile.TemporaryDirectory(prefix=".generate-", dir=folder) as work:
-        workers = launcher(resources, run.run.logs, resources.retries)
-        try:
-            samples = _samples(run, drawing, arguments, workers, Path(work))
-        finally:
-            workers.close()
+    with (
+        tempfile.TemporaryDirectory(prefix=".generate-", dir=folder) as work,
+        closing(launcher(resources, run.run.logs, resources.retries)) as workers,
+    ):
+        samples = _samples(run, drawing, arguments, workers, resources, Path(work))
         names = _written(samples, folder, drawing, _drawn_otherwise(arguments))
     print(f"{len(names)} pictures by {drawing.label} ({drawing.sample.weights}) in {folder}")
     return 0
@@ -161,7 +159,12 @@ def _evaluation(run: Saved) -> tuple[str, dict[str, Any]]:
 
 
 def _samples(
-    run: Saved, drawing: Drawing, arguments: argparse.Namespace, workers: Launcher, work: Path
+    run: Saved,
+    drawing: Drawing,
+    arguments: argparse.Namespace,
+    workers: Launcher,
+    resources: Resources,
+    work: Path,
 ) -> tuple[Path, SamplesTable]:
     """Runs prompts, encode and sample, as in a flow."""
     file = arguments.prompts
@@ -180,7 +183,7 @@ def _samples(
             inputs=inputs,
             directory=str(directory),
             seed=run.plan["seed"] if arguments.seed is None else arguments.seed,
-            resources=Resources.model_validate(run.plan["resources"]),
+            resources=resources,
             python_path=tuple(run.plan["python_path"]),
         )
         clock = Clock()

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipelines.rundir import Address, RunDirectory, located, outputs_of
+from pipelines.rundir import Address, RunDirectory, located
 from pipelines.saved import Saved
 from pipelines.show import best_of
 from schemas.artifacts import PolicyRef
-from schemas.contracts import CONTRACTS
 from schemas.errors import InputError, UserError
 
 Chosen = tuple[str, dict[str, Any] | None]  # a name for people and folders; the pointer, none for the base
@@ -49,8 +48,7 @@ def newest_input(run: Saved, node: str, name: str) -> dict[str, Any] | None:
     path, _, output = str(sources[-1]).rpartition(".")
     address = next(a for a in run.records if a.path == path)
     place = run.run.place(address)
-    outputs = outputs_of(run.records[address], CONTRACTS[run.records[address].stage], place)
-    return located(getattr(outputs, output), place.resolve())
+    return located(getattr(run.outputs(address), output), place.resolve())
 
 
 def _refuse_lost(run: Saved) -> None:
@@ -94,9 +92,8 @@ def _source(run: Saved, address: Address, name: str) -> Address | None:
 
 def _there(run: Saved, address: Address) -> Chosen:
     """The policy that a stage run made; UserError when it was pruned."""
-    record, place = run.records[address], run.run.place(address)
-    outputs = outputs_of(record, CONTRACTS[record.stage], place)
-    policy = next(value for _, value in outputs if isinstance(value, PolicyRef))
+    place = run.run.place(address)
+    policy = next(value for _, value in run.outputs(address) if isinstance(value, PolicyRef))
     if not (place / policy.path).exists():
         made = [a for a, r in run.records.items() if "policy" in r.outputs]
         kept = [a.folder for a in made if (run.run.place(a) / "policy").exists()]

@@ -47,12 +47,13 @@ def least(plan: Plan) -> tuple[Plan, list[str]]:
     return small, [name for name in nodes if name not in other]
 
 
-def fly(world: Unrolled, same: list[str], go: Callable[[Unrolled], object], say: Callable[[str], None]) -> None:
+def fly(
+    world: Unrolled, small: Plan, same: list[str], go: Callable[[Unrolled], object], say: Callable[[str], None]
+) -> None:
     """`go` runs the small plan in its own folder, where what is the same counts as adopted. Its errors come out."""
     begun, folder = time.monotonic(), world.run.path / _FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    small, _ = least(world.plan)
     places = [Address(world.plan.nodes[name].section, name) for name in same]
     adopted = {address.path: file_digest(world.run.place(address) / RECORD) for address in places}
     say(f"preflight: one prompt through all {len(small.nodes)} stages (resources.preflight=false leaves it out)")

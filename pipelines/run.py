@@ -106,23 +106,23 @@ def run_in(
 def _flown(runner: "Runner") -> "Runner":
     """After the preflight, with what it made of the run itself."""
     executor = runner.executor
-    _, same = preflight.least(executor.world.plan)
+    small, same = preflight.least(executor.world.plan)
     runner = runner.ahead(same)
 
-    def go(small: Unrolled) -> None:
-        quiet = Lines(lambda _: None)
-        rehearsal = replace(executor, world=small, lines=quiet, on_change="stop", rehearsal=True)
-        mirror = Mirror(small.plan, small.run.path, {}, executor.lines.note)
+    def go(world: Unrolled) -> None:
+        rehearsal = replace(executor, world=world, lines=Lines(lambda _: None), on_change="stop", rehearsal=True)
+        mirror = Mirror(small, world.run.path, {}, executor.lines.note)
         with ThreadPoolExecutor(BRANCHES, thread_name_prefix="preflight") as pool:
-            for _ in range(small.plan.resources.retries):
+            flight = Runner(rehearsal, ThreadCaller(pool), mirror)
+            for _ in range(small.resources.retries):
                 try:
-                    Runner(rehearsal, ThreadCaller(pool), mirror).run()
+                    flight.run()
                     return
                 except WorkerLost as error:
                     executor.lines.note(f"{error}; trying again on fresh workers")
-            Runner(rehearsal, ThreadCaller(pool), mirror).run()
+            flight.run()
 
-    preflight.fly(executor.world, same, go, executor.lines.note)
+    preflight.fly(executor.world, small, same, go, executor.lines.note)
     return runner
 
 

@@ -12,7 +12,10 @@ from pipelines.compile import compile_flow
 from pipelines.load import load
 from pipelines.plan import Plan, due
 from pipelines.progress import main_metrics
-from pipelines.rundir import RECORD, Address, RunDirectory, bytes_in
+from pipelines.rundir import RECORD, Address, RunDirectory, bytes_in, outputs_of
+from pipelines.terminal import flat
+from schemas.contracts import CONTRACTS
+from schemas.doors import StageOutputs
 from schemas.errors import InputError, UserError, closest
 from schemas.record import StageRecord
 
@@ -91,6 +94,23 @@ class Saved:
         if self.iterations() == self.ended and (only or all(address in self.records for address in outer)):
             return "complete"
         return "stopped"
+
+    @cached_property
+    def _reading(self) -> dict[str, list[Address]]:
+        out: dict[str, list[Address]] = {}
+        for address, record in self.records.items():
+            for path in dict.fromkeys(str(source).rpartition(".")[0] for _, source in flat(record.sources)):
+                out.setdefault(path, []).append(address)
+        return out
+
+    def readers(self, address: Address) -> list[Address]:
+        """Stage runs that read an output of this one, in the order of the plan."""
+        return self._reading.get(address.path, [])
+
+    def outputs(self, address: Address) -> StageOutputs:
+        """The typed outputs of a stage run."""
+        record = self.records[address]
+        return outputs_of(record, CONTRACTS[record.stage], self.run.place(address))
 
     def folder(self, word: str) -> str:
         """The folder that a user means by `3`, `last`, `before` or `after`."""

@@ -108,7 +108,7 @@ def stage_json(run: Saved, address: Address) -> Json:
         "path": str(place),
         "bytes": bytes_in(place),
         "pruned": pruned(place),
-        "readers": sorted(a.path for a, r in run.records.items() if _reads(r, address.path)),
+        "readers": sorted(reader.path for reader in run.readers(address)),
         "lineage": lineage(run, address),
         **record.model_dump(mode="json"),
     }
@@ -254,7 +254,3 @@ def _loop(series: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _damage(damaged: Mapping[str, str]) -> list[str]:
     return [f"damaged: {text}" for text in damaged.values()]
-
-
-def _reads(record: StageRecord, path: str) -> bool:
-    return any(str(source).startswith(f"{path}.") for _, source in flat(record.sources))

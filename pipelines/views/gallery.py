@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pipelines.prune import pruned
-from pipelines.rundir import Address, outputs_of
+from pipelines.rundir import Address
 from pipelines.saved import Saved
-from pipelines.terminal import flat
 from schemas.artifacts import AdvantagesTable, RewardsTable, SamplesTable, TableRef
 from schemas.contracts import CONTRACTS
 from schemas.errors import InputError, UserError, closest
@@ -18,6 +17,7 @@ from schemas.errors import InputError, UserError, closest
 if TYPE_CHECKING:  # half a second that `runs` and `show` need not wait
     import pyarrow as pa
 
+Thing = TypeVar("Thing")
 _KEYS = ("sample_id", "prompt_id", "prompt", "index", "seed")
 
 
@@ -76,6 +76,11 @@ class Gallery:
     def png(self, picture: Picture) -> bytes:
         """The file of one picture."""
         return self.table.column("image")[picture.row].as_py()["bytes"]
+
+    def firsts(self) -> frozenset[tuple[str, int]]:
+        """Prompt and seed of the first picture of each prompt; rewards are not looked at."""
+        columns = (self.table.column(name).to_pylist() for name in ("prompt_id", "seed", "index"))
+        return frozenset((prompt, seed) for prompt, seed, index in zip(*columns, strict=True) if index == 0)
 
     @cached_property
     def pictures(self) -> list[Picture]:
@@ -181,6 +186,15 @@ def spread(run: Saved, address: Address) -> Spread | None:
     return None
 
 
+def evenly(things: Sequence[Thing], most: int) -> list[Thing]:
+    """An even choice of at most so many, first and last among them; all of them when `most` is 0."""
+    if most == 0 or len(things) <= most:
+        return list(things)
+    if most == 1:
+        return [things[0]]
+    return [things[round(i * (len(things) - 1) / (most - 1))] for i in range(most)]
+
+
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation, ddof 0."""
     mean = sum(values) / len(values)
@@ -190,16 +204,14 @@ def deviation(values: Sequence[float]) -> float:
 def _tables(run: Saved, address: Address, kind: type[Any]) -> Iterator[Any]:
     record = run.records[address]
     if record.status == "done" and record.stage in CONTRACTS:
-        outputs = outputs_of(record, CONTRACTS[record.stage], run.run.place(address))
-        yield from (value for _, value in outputs if isinstance(value, kind))
+        yield from (value for _, value in run.outputs(address) if isinstance(value, kind))
 
 
 def _readers(run: Saved, address: Address, kind: type[Any]) -> Iterator[tuple[Address, Path, Any]]:
     """Stage runs that read an output of this one and made a table of this kind."""
-    for reader, record in run.records.items():
-        if any(str(source).startswith(f"{address.path}.") for _, source in flat(record.sources)):
-            for ref in _tables(run, reader, kind):
-                yield reader, run.run.place(reader), ref
+    for reader in run.readers(address):
+        for ref in _tables(run, reader, kind):
+            yield reader, run.run.place(reader), ref
 
 
 def _judges(run: Saved, address: Address) -> int:

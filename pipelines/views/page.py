@@ -9,6 +9,7 @@ from pipelines.saved import Saved
 from pipelines.show import lineage, run_json
 from pipelines.terminal import duration, flat, number, short, size
 from pipelines.views import curves, pictures
+from pipelines.views.gallery import galleries
 from pipelines.views.html import Html, element, folded, table, tag
 from schemas.record import Volatile
 
@@ -81,12 +82,13 @@ def _cards(charts: Sequence[curves.Chart]) -> Html:
 
 
 def _pictures(run: Saved) -> Iterator[Html]:
-    for strip in pictures.strips(run):
+    there = [found for found in galleries(run) if found.there]
+    for strip in pictures.strips(there):
         nodes = ", ".join(dict.fromkeys(found.address.node for found in strip.runs))
         yield tag("h3", f"{nodes}: the same noise")
         yield tag("p", "The first pictures of each prompt, with their rewards.", css="faint")
         yield element("div", [pictures.over_iterations(strip)], css="wide")
-    newest = pictures.best_and_worst(run)
+    newest = pictures.best_and_worst(run, there)
     if newest is not None:
         yield tag("h3", f"{newest[0]}: best and worst of each group")
         yield tag("p", "Reward and, in brackets, advantage.", css="faint")

@@ -3,15 +3,16 @@
 import base64
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from pipelines.saved import Saved
-from pipelines.views.gallery import Gallery, Group, Picture, galleries, gallery
+from pipelines.views.gallery import Gallery, Group, Picture, evenly, gallery
 from pipelines.views.html import Html, element, tag
-from pipelines.views.samples import ends, spread, thumbnail
+from pipelines.views.samples import ends, thumbnail
 from schemas.errors import InputError, UserError
 
+T = TypeVar("T")
 _ROWS, _COLUMNS, _EACH = 6, 8, 4
 _PIXELS = 192
 _SMALL = 64  # pictures up to this size stay lossless
@@ -23,23 +24,20 @@ class Strip(NamedTuple):
     runs: Sequence[Gallery]
 
 
-def strips(run: Saved) -> list[Strip]:
-    """Of pictures that are still there."""
+def strips(there: Sequence[Gallery]) -> list[Strip]:
+    """Of the pictures that are still there."""
     alike: dict[frozenset[tuple[str, int]], list[Gallery]] = defaultdict(list)
-    for found in galleries(run):
-        if found.there:
-            try:
-                firsts = frozenset((p.prompt_id, p.seed) for p in found.pictures if p.index == 0)
-            except InputError as error:  # noted, and the others are shown
-                run.damaged[found.address.path] = str(error)
-                continue
+    for found in there:
+        if (firsts := _noted(found, Gallery.firsts)) is not None:
             alike[firsts].append(found)
     return [Strip(runs) for runs in alike.values() if len(runs) > 1]
 
 
 def over_iterations(strip: Strip) -> Html:
     """A row a prompt, a block of columns a stage run. The first pictures of each prompt are shown, not the best."""
-    runs = _spread(strip.runs, _COLUMNS)
+    runs = [found for found in evenly(strip.runs, _COLUMNS) if _noted(found, _pictures) is not None]
+    if not runs:
+        return _table([], [])
     each = max(_COLUMNS // len(runs), 1)
     blocks = [{(p.prompt_id, p.index): p for p in found.pictures if p.index < each} for found in runs]
     prompts = {picture.prompt_id: picture.prompt for picture in blocks[0].values()}
@@ -54,13 +52,26 @@ def over_iterations(strip: Strip) -> Html:
     return _table(head, rows)
 
 
-def best_and_worst(run: Saved) -> tuple[str, Html] | None:
+def _pictures(found: Gallery) -> list[Picture]:
+    return found.pictures
+
+
+def _noted(found: Gallery, read: Callable[[Gallery], T]) -> T | None:
+    """None for what is damaged: that is noted, and the others are shown."""
+    try:
+        return read(found)
+    except InputError as error:
+        found.run.damaged[found.address.path] = str(error)
+        return None
+
+
+def best_and_worst(run: Saved, there: Sequence[Gallery]) -> tuple[str, Html] | None:
     """Of the newest iteration whose pictures are there: the title, and a row a prompt."""
-    folders = sorted({found.address.folder for found in galleries(run) if found.there}, reverse=True)
+    folders = sorted({found.address.folder for found in there}, reverse=True)
     for folder in (name for name in folders if name.isdigit()):
         try:
             found = gallery(run, folder)
-            return found.address.path, _table([], list(_rows(found, spread(found.groups(), _ROWS))))
+            return found.address.path, _table([], list(_rows(found, evenly(found.groups(), _ROWS))))
         except UserError:  # those that advantages came from are pruned, or damaged
             continue
     return None
@@ -83,10 +94,8 @@ def _cell(found: Gallery, picture: Picture | None) -> Html:
         return tag("td", "")
     score = "" if picture.score is None else f"{picture.score:.3g}"
     caption = score if picture.advantage is None else f"{score} ({picture.advantage:+.2f})"
-    try:
-        data = _data(found, picture)
-    except InputError as error:
-        found.run.damaged[found.address.path] = str(error)
+    data = _noted(found, lambda _: _data(found, picture))
+    if data is None:
         return tag("td", "damaged", css="caption")
     image = tag("img", src=data, alt=picture.prompt, title=f"{picture.sample_id}, seed {picture.seed}")
     return element("td", [image, tag("div", caption, css="caption")])
@@ -102,12 +111,6 @@ def _data(found: Gallery, picture: Picture) -> str:
         small.save(buffer, format="JPEG", quality=88)
     kind = "png" if lossless else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _spread(runs: Sequence[Gallery], most: int) -> list[Gallery]:
-    if len(runs) <= most:
-        return list(runs)
-    return [runs[round(i * (len(runs) - 1) / (most - 1))] for i in range(most)]
 
 
 def _where(found: Gallery) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.saved import saved
 from pipelines.terminal import short
-from pipelines.views.gallery import Gallery, Group, Picture, deviation, gallery
+from pipelines.views.gallery import Gallery, Group, Picture, deviation, evenly, gallery
 from schemas.errors import InputError, UserError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     name = found.address.path.replace("/", "-")
     path: Path = file_for(arguments.out, ".png") or run.run.path / "views" / f"{name}.png"
     title = f"{run.run.path.name}/{found.address.path}"
-    shown = spread(groups, arguments.prompts)
+    shown = evenly(groups, arguments.prompts)
     _save(draw(found, title, shown, arguments.each, len(groups)), path)
     for text in run.damaged.values():
         print(f"damaged: {text}", file=sys.stderr)
@@ -84,15 +84,6 @@ def file_for(out: Path | None, suffix: str) -> Path | None:
     if out is not None and (out.suffix.lower() != suffix or out.is_dir()):
         raise UserError(f"--out {out}: wants the name of a {suffix} file")
     return out
-
-
-def spread(groups: Sequence[Group], rows: int) -> list[Group]:
-    """An even spread over the sorted groups, first and last among them; all of them when `rows` is 0."""
-    if rows == 0 or len(groups) <= rows:
-        return list(groups)
-    if rows == 1:
-        return [groups[0]]
-    return [groups[round(i * (len(groups) - 1) / (rows - 1))] for i in range(rows)]
 
 
 def ends(group: Group, each: int) -> tuple[Sequence[Picture], Sequence[Picture]]:

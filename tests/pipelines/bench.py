@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pipelines.cli import main
 from pipelines.compile import compile_flow
 from pipelines.decide import OnChange
 from pipelines.launch import Begun, Progress, unheard
@@ -146,3 +149,19 @@ def sized(values: dict[int, float]) -> Metrics:
         return {"size": values.get(request.iteration or 0, 0.0) if request.node == "eval_score" else 1.0}
 
     return metrics
+
+
+BEST = sized({0: 0.5, 2: 0.7, 3: 0.625})
+Say = Callable[..., str]
+
+
+def saying(runs: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Says words to the command, of the runs in a folder; gives what it printed, or its error where `code` is one."""
+
+    def said(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([*words, "--runs", str(runs)]) == code
+        out, err = capsys.readouterr()
+        return err if code else out
+
+    return said

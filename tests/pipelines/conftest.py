@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines.bench import BEST, Bench, Say, saying
+
 SMALL = """\
 flows:
   small:
@@ -67,3 +69,22 @@ def flow_file(tmp_path: Path) -> Callable[..., Path]:
         return file
 
     return write
+
+
+@pytest.fixture
+def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
+    """A run of the small flow that has not begun."""
+    return Bench(flow_file(), tmp_path / "runs" / "one")
+
+
+@pytest.fixture
+def done(bench: Bench) -> Bench:
+    """A complete run of the small flow: four iterations, evaluated at 0, 2 and 3."""
+    bench.go(metrics=BEST)
+    return bench
+
+
+@pytest.fixture
+def say(done: Bench, capsys: pytest.CaptureFixture[str]) -> Say:
+    """The command on its run."""
+    return saying(done.run.path.parent, capsys)

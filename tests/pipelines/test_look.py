@@ -10,29 +10,7 @@ import pytest
 
 from pipelines.cli import main
 from pipelines.lock import locked
-from tests.pipelines.bench import Bench, no_metrics, sized
-
-BEST = sized({0: 0.5, 2: 0.7, 3: 0.625})
-Look = Callable[..., str]
-
-
-@pytest.fixture
-def done(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    """A complete run of the small flow: four iterations, evaluated at 0, 2 and 3."""
-    bench = Bench(flow_file(), tmp_path / "runs" / "one")
-    bench.go(metrics=BEST)
-    return bench
-
-
-@pytest.fixture
-def look(done: Bench, capsys: pytest.CaptureFixture[str]) -> Look:
-    def say(*words: str, code: int = 0) -> str:
-        capsys.readouterr()
-        assert main([*words, "--runs", str(done.run.path.parent)]) == code
-        out, err = capsys.readouterr()
-        return err if code else out
-
-    return say
+from tests.pipelines.bench import Bench, Say, no_metrics, sized
 
 
 def timeless(text: str) -> str:
@@ -41,13 +19,13 @@ def timeless(text: str) -> str:
     return re.sub(r" +", " ", re.sub(r"\d+(\.\d)? (s|B|kB)\b", "N", text))
 
 
-def test_runs_and_their_states(done: Bench, look: Look, tmp_path: Path) -> None:
+def test_runs_and_their_states(done: Bench, say: Say, tmp_path: Path) -> None:
     stopped = Bench(done.file, tmp_path / "runs" / "two")
     with pytest.raises(RuntimeError):
         stopped.go(hook=lambda request: _fail() if request.iteration == 2 and request.stage == "update" else None)
     (tmp_path / "runs" / "three").mkdir()
     (tmp_path / "runs" / "three" / "run.json").write_text("{")
-    lines = look("runs").splitlines()
+    lines = say("runs").splitlines()
     assert [timeless(line) for line in lines[:3]] == [
         "run flow state iterations best time size began",
         "one small complete 4 of 4 eval_score.size 0.7 N N THEN",
@@ -55,7 +33,7 @@ def test_runs_and_their_states(done: Bench, look: Look, tmp_path: Path) -> None:
     ]
     assert lines[3].startswith(f"damaged: {tmp_path / 'runs' / 'three' / 'run.json'} cannot be read")
     with locked(done.run.path, lambda _: None):
-        found = {run["run"]: run["state"] for run in json.loads(look("runs", "--json"))["runs"]}
+        found = {run["run"]: run["state"] for run in json.loads(say("runs", "--json"))["runs"]}
     assert found == {"one": "at work", "two": "stopped"}
 
 
@@ -63,8 +41,8 @@ def _fail() -> None:
     raise RuntimeError("stop here")
 
 
-def test_show_a_run(done: Bench, look: Look) -> None:
-    text = look("show", "one")
+def test_show_a_run(done: Bench, say: Say) -> None:
+    text = say("show", "one")
     assert timeless(text.splitlines()[0]) == "one: small, complete, 4 of 4 iterations, N at work, N"
     rows = [line.split() for line in text.splitlines() if re.match(r"iteration|\d ", line)]
     assert rows == [
@@ -75,33 +53,33 @@ def test_show_a_run(done: Bench, look: Look) -> None:
         ["3", "1", "0.625"],
     ]
     assert text.splitlines()[-1] == f"after/export  {done.run.path / 'after' / 'export'}"
-    shown = json.loads(look("show", "one", "--json"))
+    shown = json.loads(say("show", "one", "--json"))
     assert shown["loop"]["eval_score.size"] == {"0": 0.5, "2": 0.7, "3": 0.625}
     assert shown["best"] == {"metric": "eval_score.size", "value": 0.7, "iteration": 2}
     assert [stage["address"] for stage in shown["stages"]] == ["before/prompts", "before/encode", "after/export"]
 
 
-def test_show_an_iteration_and_a_stage(done: Bench, look: Look) -> None:
-    lines = look("show", "one/2").splitlines()
+def test_show_an_iteration_and_a_stage(done: Bench, say: Say) -> None:
+    lines = say("show", "one/2").splitlines()
     assert lines[0] == "one/0002"
     assert [line.split()[0] for line in lines[1:]] == [
         f"0002/{node}" for node in ("sample", "score", "advantage", "update", "eval", "eval_score")
     ]
-    assert look("show", "one/last").splitlines()[0] == "one/0003"
-    shown = json.loads(look("show", "one/2/update", "--json"))
+    assert say("show", "one/last").splitlines()[0] == "one/0003"
+    shown = json.loads(say("show", "one/2/update", "--json"))
     assert shown["sources"]["policy"] == "0001/update.policy"
     assert shown["lineage"] == ["0002/update", "0001/update", "0000/update", "model"]
     assert shown["readers"] == ["0003/eval", "0003/sample", "0003/update"]
-    text = look("show", "one/2/update")
+    text = say("show", "one/2/update")
     assert "  loss.clip: 0.0001" in text
     assert "  policy <- 0001/update.policy" in text
     assert "lineage  0002/update <- 0001/update <- 0000/update <- model" in text
 
 
-def test_why_says_what_the_runner_would_do(done: Bench, look: Look) -> None:
+def test_why_says_what_the_runner_would_do(done: Bench, say: Say) -> None:
     def why(place: str, *sets: str) -> dict[str, object]:
         given = [word for text in sets for word in ("--set", text)]
-        return json.loads(look("why", f"one/{place}", "--file", str(done.file), "--json", *given))
+        return json.loads(say("why", f"one/{place}", "--file", str(done.file), "--json", *given))
 
     before = {path: path.read_bytes() for path in done.run.path.rglob("*") if path.is_file()}
     assert why("2/update")["verdict"] == "reused"
@@ -116,40 +94,40 @@ def test_why_says_what_the_runner_would_do(done: Bench, look: Look) -> None:
     assert other["changes"] == [["setting", "seed", 3, 9]]
     assert {path: path.read_bytes() for path in done.run.path.rglob("*") if path.is_file()} == before
     # What it says comes true.
-    assert "made by another recipe: --on-change decides" in look(
+    assert "made by another recipe: --on-change decides" in say(
         "why", "one/2/update", "--file", str(done.file), "--set", "update.loss.clip=2e-4"
     )
 
 
 @pytest.mark.slow
-def test_why_of_unfinished_and_adopted_stages(done: Bench, look: Look) -> None:
+def test_why_of_unfinished_and_adopted_stages(done: Bench, say: Say) -> None:
     stage = done.run.path / "0003" / "sample"
     partial = stage.with_name("sample.partial")
     stage.rename(partial)
     (partial / "samples.d").mkdir()
     (partial / "samples.d" / "shard-00000.json").write_text("{}")
-    found = json.loads(look("why", "one/3/sample", "--file", str(done.file), "--json"))
+    found = json.loads(say("why", "one/3/sample", "--file", str(done.file), "--json"))
     assert (found["verdict"], found["note"]) == ("unfinished", "1 shards are there and would be kept")
     partial.rename(stage)
     runs = str(done.run.path.parent)
     words = ["rerun", "one", "--from", "after/export", "--as", "two", "--plain", "--file", str(done.file)]
     # The stage itself needs a real model; what was adopted is there before it fails.
     assert main([*words, "--runs", runs]) != 0
-    found = json.loads(look("why", "two/2/update", "--file", str(done.file), "--json"))
+    found = json.loads(say("why", "two/2/update", "--file", str(done.file), "--json"))
     assert found["verdict"] == "adopted"
 
 
-def test_diff(done: Bench, look: Look, tmp_path: Path) -> None:
+def test_diff(done: Bench, say: Say, tmp_path: Path) -> None:
     other = Bench(done.file, tmp_path / "runs" / "two")
     other.go("update.loss.clip=2e-4", "times=2", metrics=sized({0: 0.5, 1: 0.25}))
-    shown = json.loads(look("diff", "one", "two", "--json"))
+    shown = json.loads(say("diff", "one", "two", "--json"))
     assert shown["settings"] == {"times": [4, 2], "update.loss.clip": [1e-4, 2e-4]}
     assert shown["results"]["eval_score.size"] == [{"last": 0.625, "best": 0.7}, {"last": 0.25, "best": 0.5}]
     assert shown["iterations"] == [4, 2]
-    rows = [line.split() for line in look("diff", "one", "two").splitlines()]
+    rows = [line.split() for line in say("diff", "one", "two").splitlines()]
     assert ["update.loss.clip", "0.0001", "0.0002"] in rows
     assert ["eval_score.size", "0.625", "0.25", "0.7", "0.5"] in rows
-    assert "the settings are the same" in look("diff", "one", "one")
+    assert "the settings are the same" in say("diff", "one", "one")
 
 
 @pytest.mark.parametrize(
@@ -164,28 +142,28 @@ def test_diff(done: Bench, look: Look, tmp_path: Path) -> None:
         (["diff", "one", "tow"], "no run 'tow'"),
     ],
 )
-def test_wrong_places(look: Look, words: list[str], message: str) -> None:
-    assert re.search(message, look(*words, code=2))
+def test_wrong_places(say: Say, words: list[str], message: str) -> None:
+    assert re.search(message, say(*words, code=2))
 
 
-def test_a_damaged_record_is_named_and_the_rest_is_shown(done: Bench, look: Look) -> None:
+def test_a_damaged_record_is_named_and_the_rest_is_shown(done: Bench, say: Say) -> None:
     record = done.run.path / "0001" / "score" / "record.json"
     record.write_text("{}")
-    text = look("show", "one")
+    text = say("show", "one")
     assert f"damaged: the record {record} cannot be read" in text
     assert "one: small, stopped, 3 of 4 iterations" in text
-    assert "cannot be read" in look("show", "one/1/score", code=2)
+    assert "cannot be read" in say("show", "one/1/score", code=2)
 
 
-def test_a_copied_run_shows_the_same(done: Bench, look: Look, tmp_path: Path) -> None:
-    before = json.loads(look("show", "one", "--json"))
+def test_a_copied_run_shows_the_same(done: Bench, say: Say, tmp_path: Path) -> None:
+    before = json.loads(say("show", "one", "--json"))
     done.run.path.rename(done.run.path.with_name("other"))
-    after = json.loads(look("show", "other", "--json"))
+    after = json.loads(say("show", "other", "--json"))
     assert after["loop"] == before["loop"]
     assert after["outputs"] == {"after/export": str(done.run.path.with_name("other") / "after" / "export")}
 
 
-def test_five_hundred_iterations_are_shown_in_two_seconds(done: Bench, look: Look) -> None:
+def test_five_hundred_iterations_are_shown_in_two_seconds(done: Bench, say: Say) -> None:
     run = done.run.path
     text = json.loads((run / "run.json").read_text())
     text["plan"]["times"] = 500
@@ -205,7 +183,7 @@ def test_five_hundred_iterations_are_shown_in_two_seconds(done: Bench, look: Loo
         ["report", "one"],
     ):
         begun = time.process_time()  # of this process alone: what others do on the machine does not count
-        out = look(*words)
+        out = say(*words)
         assert time.process_time() - begun < (10 if words[0] == "report" else 2)
         if words[0] == "show":
             assert "500 of 500 iterations" in out
@@ -213,9 +191,9 @@ def test_five_hundred_iterations_are_shown_in_two_seconds(done: Bench, look: Loo
             assert re.search(r"\(45\d iterations between are not shown; --json has all\)", out)
 
 
-def test_metrics_that_nobody_measured(flow_file: Callable[..., Path], tmp_path: Path, look: Look) -> None:
+def test_metrics_that_nobody_measured(flow_file: Callable[..., Path], tmp_path: Path, say: Say) -> None:
     empty = Bench(flow_file(), tmp_path / "runs" / "empty")
     with pytest.raises(RuntimeError):
         empty.go(metrics=no_metrics, hook=lambda request: _fail())
-    shown = json.loads(look("show", "empty", "--json"))
+    shown = json.loads(say("show", "empty", "--json"))
     assert (shown["state"], shown["loop"], shown["best"], shown["stages"]) == ("stopped", {}, None, [])

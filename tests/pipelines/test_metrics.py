@@ -6,28 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 
-from pipelines.cli import main
 from tests.pipelines.bench import Bench
-from tests.pipelines.test_look import BEST
-
-
-@pytest.fixture
-def done(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    bench = Bench(flow_file(), tmp_path / "runs" / "one")
-    bench.go(metrics=BEST)
-    return bench
-
-
-@pytest.fixture
-def say(done: Bench, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def said(*words: str, code: int = 0) -> str:
-        assert main([*words, "--runs", str(done.run.path.parent)]) == code
-        out, err = capsys.readouterr()
-        return err if code else out
-
-    return said
 
 
 def test_a_table_a_stage(say: Callable[..., str]) -> None:

@@ -25,12 +25,6 @@ OTHER = (
 
 
 @pytest.fixture
-def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    """All pictures are drawn for the prompts that are encoded."""
-    return Bench(flow_file(), tmp_path / "runs" / "one")
-
-
-@pytest.fixture
 def other(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
     """Training draws for a few of the prompts that are encoded."""
     (tmp_path / "few.txt").write_text("two\n")

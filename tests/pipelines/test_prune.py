@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ from tests.pipelines.bench import Bench, sized
 TIMES = "times=10"
 KEEP = "keep={last: 2, every: 4}"
 BEST = sized({0: 0.5, 2: 0.7, 4: 0.68, 6: 0.66, 8: 0.65, 9: 0.64})
-
-
-@pytest.fixture
-def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    return Bench(flow_file(), tmp_path / "runs" / "one")
 
 
 def there(bench: Bench, stage: str, output: str) -> list[int]:

@@ -11,11 +11,6 @@ from schemas.record import Decision, StageRequest
 from tests.pipelines.bench import Bench, BenchLauncher, sized
 
 
-@pytest.fixture
-def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    return Bench(flow_file(), tmp_path / "runs" / "one")
-
-
 def test_every_node_runs_when_it_is_due_and_after_what_it_reads(bench: Bench) -> None:
     ran = bench.go("times=4").ran
     evaluated = [int(name[5:-1]) for name in ran if name.startswith("eval[")]

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,6 @@ from tests.pipelines.bench import Bench
 
 TENSORBOARD = "trackers.tb={kind: tensorboard}"
 Points = dict[str, list[tuple[int, float]]]
-
-
-@pytest.fixture
-def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    return Bench(flow_file(), tmp_path / "runs" / "one")
 
 
 def measured(request: StageRequest) -> dict[str, float]:

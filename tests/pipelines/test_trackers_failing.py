@@ -20,11 +20,6 @@ from tests.pipelines.bench import Bench
 from tests.pipelines.test_trackers import TENSORBOARD, measured, tensorboard, timeless, wanted
 
 
-@pytest.fixture
-def bench(flow_file: Callable[..., Path], tmp_path: Path) -> Bench:
-    return Bench(flow_file(), tmp_path / "runs" / "one")
-
-
 def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(bench: Bench) -> None:
     bench.run.path.mkdir(parents=True)
     (bench.run.path / "taken").write_text("a file where a folder should be")

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from pipelines.cli import main
 from pipelines.prune import PRUNED
 from pipelines.saved import saved
 from pipelines.views.charts import lines, moving_mean, stacked
-from pipelines.views.gallery import Gallery, Group, Picture, gallery, spread
+from pipelines.views.gallery import Gallery, Group, Picture, evenly, gallery, spread
 from pipelines.views.samples import ends, thumbnail
-from pipelines.views.samples import spread as even
 from schemas.errors import InputError
+from tests.pipelines.bench import Say, saying
 
 FLOWS = """\
 flows:
@@ -33,7 +32,6 @@ flows:
       advantage: {rewards: score.rewards}
 """
 PROMPTS = {"<script>alert(1)</script> $x_1$": 7, "两只红色的猫": 3, 'a "quoted" word': 1}
-Say = Callable[..., str]
 
 
 def noise(generator: np.random.Generator, spread: int) -> Image.Image:
@@ -61,13 +59,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def say(own: Path, capsys: pytest.CaptureFixture[str]) -> Say:
-    def said(*words: str, code: int = 0) -> str:
-        capsys.readouterr()
-        assert main([*words, "--runs", str(own)]) == code
-        out, err = capsys.readouterr()
-        return err if code else out
-
-    return said
+    return saying(own, capsys)
 
 
 def column(own: Path, place: str, name: str) -> dict[str, float]:
@@ -126,9 +118,9 @@ def test_best_and_worst_share_no_picture() -> None:
     assert ([p.score for p in best], [p.score for p in worst]) == ([5, 4, 3], [2, 1, None])
     assert (group.mean, group.scores) == (3, [5, 4, 3, 2, 1])
     groups = [Group(str(i), "", []) for i in range(10)]
-    assert [group.prompt_id for group in even(groups, 4)] == ["0", "3", "6", "9"]
-    assert [group.prompt_id for group in even(groups, 1)] == ["0"]
-    assert even(groups, 0) == groups
+    assert [group.prompt_id for group in evenly(groups, 4)] == ["0", "3", "6", "9"]
+    assert [group.prompt_id for group in evenly(groups, 1)] == ["0"]
+    assert evenly(groups, 0) == groups
 
 
 def test_spread_is_the_mean_over_groups(own: Path) -> None:
