@@ -19,7 +19,8 @@ from schemas.contracts import ExportConfig, ExportInputs, ExportOutputs
 from schemas.errors import InputError
 from stages.context import StageContext
 from stages.engine import checkpoint
-from stages.engine.lora import ADAPTER, peft_config
+from stages.engine.lora import ADAPTER, is_lora, peft_config
+from stages.engine.lora_file import started
 from stages.models import Adapter, adapter
 
 _FOLDER = "export"
@@ -42,7 +43,7 @@ def run(config: ExportConfig, inputs: ExportInputs, ctx: StageContext) -> Export
 
 def _lora(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
     if inputs.policy is None or inputs.policy.trainable != "lora":
-        kind = "the base model" if inputs.policy is None else "a policy of full weights"
+        kind = "the untrained model" if inputs.policy is None else "a policy of full weights"
         raise InputError(f"`format: lora` cannot export {kind}; set `format: pipeline`")
     weights = _weights(inputs.policy, config.weights)
     adapters: dict[str, nn.Module | Tensor] = {
@@ -83,19 +84,34 @@ def _updated(config: ExportConfig, model: Adapter, policy: PolicyRef | None) -> 
     assert isinstance(transformer, SD3Transformer2DModel)
     transformer.float()
     if policy is None:
-        return transformer
+        return _begun(config, model, transformer)
     if policy.trainable == "lora":
         transformer.add_adapter(_lora_config(config, model), ADAPTER)
     _put(transformer, _weights(policy, config.weights), policy)
-    if policy.trainable == "lora":
-        transformer.fuse_lora(adapter_names=[ADAPTER])
-        transformer.unload_lora()
+    return _merged(transformer) if policy.trainable == "lora" else transformer
+
+
+def _begun(config: ExportConfig, model: Adapter, transformer: SD3Transformer2DModel) -> SD3Transformer2DModel:
+    """The untrained transformer: the base, with the LoRA that training starts from, if there is one."""
+    lora = config.model.lora
+    if lora is None or lora.start is None:
+        return transformer
+    transformer.add_adapter(_lora_config(config, model), ADAPTER)
+    own = {name: parameter for name, parameter in transformer.named_parameters() if is_lora(name)}
+    for name, value in started(lora, model.lora_targets, own).items():
+        own[name].data.copy_(value)
+    return _merged(transformer)
+
+
+def _merged(transformer: SD3Transformer2DModel) -> SD3Transformer2DModel:
+    transformer.fuse_lora(adapter_names=[ADAPTER])
+    transformer.unload_lora()
     return transformer
 
 
 def _put(transformer: nn.Module, weights: dict[str, Tensor], policy: PolicyRef) -> None:
     own = dict(transformer.named_parameters())
-    trained = {name for name in own if ".lora_" in name} if policy.trainable == "lora" else set(own)
+    trained = set(filter(is_lora, own)) if policy.trainable == "lora" else set(own)
     if weights.keys() != trained:
         odd = sorted(weights.keys() ^ trained)
         raise InputError(

@@ -5,25 +5,29 @@ from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig as PeftLora
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 
 from schemas.errors import InputError
 from schemas.models import LoraConfig
 from schemas.seeds import seed_of
+from stages.engine.dropout import AdapterDropout
 
 ADAPTER = "default"
+_A, _B, _MAGNITUDE = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}.", f".lora_magnitude_vector.{ADAPTER}."
 
 
 def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftLora:
-    """PEFT's own config for ours."""
-    return PeftLora(r=config.rank, lora_alpha=config.scale_alpha, target_modules=list(config.targets or targets))  # type: ignore[arg-type]
+    """PEFT's own config for ours; dropout and first values are ours."""
+    wanted = list(config.targets or targets)
+    return PeftLora(r=config.rank, lora_alpha=config.scale_alpha, target_modules=wanted, use_dora=config.dora)  # type: ignore[arg-type]
 
 
 def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequence[str]) -> None:
     """Adds adapters before sharding, or opens all weights for training.
 
     lora_A is drawn from its name, not from a global generator, so that every rank and every start has the same; lora_B
-    is 0: the adapted model equals the base.
+    is 0, and DoRA's magnitudes are the lengths of the rows: the adapted model equals the base.
     """
     if config is None:
         module.float().requires_grad_(True)
@@ -33,15 +37,38 @@ def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequen
     except ValueError as error:
         raise InputError(f"`model.lora.targets` does not fit the model: {error}") from error
     for name, parameter in module.named_parameters():
-        if f".lora_A.{ADAPTER}." in name:
-            bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform(a=sqrt(5)), as in PEFT
-            generator = torch.Generator().manual_seed(seed_of("lora", name))
-            drawn = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * bound
-            parameter.data = drawn.to(parameter.device)
-        elif f".lora_B.{ADAPTER}." in name:
+        if _A in name:
+            parameter.data = _drawn(name, parameter, config)
+        elif _B in name:
             parameter.data = torch.zeros_like(parameter, dtype=torch.float32)
+        elif _MAGNITUDE in name:
+            parameter.data = parameter.data.float()
+    if config.dropout:
+        for name, layer in module.named_modules():
+            if isinstance(layer, LoraLayer):
+                layer.lora_dropout[ADAPTER] = AdapterDropout(config.dropout, name)
 
 
-def zero_in_base(name: str) -> bool:
-    """Whether a trainable tensor is 0 in the base model: lora_B, which switches its adapter off exactly."""
-    return f".lora_B.{ADAPTER}." in name
+def base_of(name: str, shard: Tensor) -> Tensor | None:
+    """What a trainable shard of a fresh LoRA is in the base model, or none where that makes no difference.
+
+    lora_B is 0, which switches its adapter off exactly. DoRA's magnitudes are what they are before the training.
+    """
+    if _B in name:
+        return torch.zeros_like(shard)
+    return shard.cpu().clone() if _MAGNITUDE in name else None
+
+
+def is_lora(name: str) -> bool:
+    """Whether a trainable tensor belongs to an adapter."""
+    return any(part in name for part in (_A, _B, _MAGNITUDE))
+
+
+def _drawn(name: str, parameter: Tensor, config: LoraConfig) -> Tensor:
+    """lora_A as PEFT draws it: kaiming_uniform(a=sqrt(5)), or normal."""
+    generator = torch.Generator().manual_seed(seed_of("lora", name))
+    if config.init == "gaussian":
+        drawn = torch.randn(parameter.shape, generator=generator) / config.rank
+    else:
+        drawn = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * (1 / math.sqrt(parameter.shape[1]))
+    return drawn.to(parameter.device)

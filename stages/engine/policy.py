@@ -13,6 +13,7 @@ from schemas.models import ModelConfig
 from stages.context import StageContext
 from stages.engine import checkpoint
 from stages.engine.lora import make_trainable
+from stages.engine.lora_file import started
 from stages.engine.mesh import mesh
 from stages.engine.optim import Optimizer
 from stages.engine.shard import shard
@@ -36,6 +37,8 @@ class Engine:
         shard(module, self.adapter.blocks(module), mesh(device), self.compute)
         self.module: nn.Module = module.eval()
         self.weights = Weights(module)
+        if config.lora is not None and config.lora.start is not None:
+            self.weights.begin(started(config.lora, self.adapter.lora_targets, self.weights.parameters))
         self.optimizer: Optimizer | None = None
         self.digest: str | None = BASE
         self.updates = 0

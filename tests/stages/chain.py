@@ -52,6 +52,7 @@ class Chain:
     folder: str  # the model
     directory: str
     lora: int | None = 2
+    adapter: dict[str, Any] = field(default_factory=dict)  # more of `model.lora`
     dtype: str = "float32"
     sampler: dict[str, Any] = field(default_factory=lambda: dict(SDE))
     weights: str = "raw"
@@ -69,7 +70,7 @@ class Chain:
 
     @property
     def model(self) -> Sd3Model:
-        lora = None if self.lora is None else {"rank": self.lora}
+        lora = None if self.lora is None else {"rank": self.lora, **self.adapter}
         settings = {"path": self.folder, "max_sequence_length": 8, "lora": lora, "dtype": self.dtype}
         return Sd3Model.model_validate(settings)
 
@@ -276,6 +277,8 @@ def main() -> None:
             written = f"{type(error).__name__}: {error}"
         rank = Path(chain.directory) / f"rank-{os.environ['RANK']}"
         rank.with_suffix(".json").write_text(json.dumps(written))
+        if chain.lora is not None and chain.adapter:
+            tensors.save(rank.with_suffix(".base"), {"base": fixed_velocity(chain.engine(), "base")})
         rank.with_suffix(".measured").write_text(json.dumps(chain.measured))
         barrier()
 

@@ -139,7 +139,7 @@ def test_wrong_orders(sd3_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             run(ExportConfig(**settings), ExportInputs(policy=given), context(tmp_path))
 
-    refused(r"`format: lora`.*base model.*`format: pipeline`", None, model=lora, format="lora")
+    refused(r"`format: lora`.*untrained model.*`format: pipeline`", None, model=lora, format="lora")
     refused(r"`format: lora`.*full weights", whole, model=full, format="lora")
     refused(r"no weights 'old'.*raw, ema.*`weights`", trained, model=lora, weights="old")
     refused(r"`model\.lora` is missing", trained, model=full)
