@@ -42,7 +42,7 @@ def _trained(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
         return sum(_product(shape) for shape in shapes.values())
     ends = tuple(f".{target}.weight" for target in config.lora.targets or config.lora_targets)
     chosen = [shape for name, shape in shapes.items() if f".{name}".endswith(ends) and len(shape) == 2]
-    return sum(config.lora.rank * (rows + columns) for rows, columns in chosen)
+    return sum(config.lora.rank * (rows + columns) + config.lora.dora * rows for rows, columns in chosen)
 
 
 @cache

@@ -74,7 +74,9 @@ def _weights(path: Path) -> Path:
         return path
     found = [path / name for name in (DIFFUSERS, PEFT) if (path / name).is_file()]
     if not found:
-        raise InputError(f"{_FIELD}: no LoRA at {path}; name a safetensors file, or a folder with {DIFFUSERS} or {PEFT}")
+        raise InputError(
+            f"{_FIELD}: no LoRA at {path}; name a safetensors file, or a folder with {DIFFUSERS} or {PEFT}"
+        )
     return found[0]
 
 
