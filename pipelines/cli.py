@@ -19,6 +19,8 @@ from pipelines.imports import import_command, prepared_import, say_imported
 from pipelines.init import init_command
 from pipelines.load import load
 from pipelines.look import look_commands
+from pipelines.memory import as_json as memory_json
+from pipelines.memory import as_lines as memory_lines
 from pipelines.metrics import metrics_commands
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
@@ -158,8 +160,12 @@ def _compiled(arguments: argparse.Namespace) -> Plan:
 
 def _plan(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
+    if arguments.json:
+        print(json.dumps({**json.loads(as_json(plan)), "memory": memory_json(plan)}, indent=2))
+        return 0
     disk = ["", "disk, estimated", *(f"  {line}" for line in disk_lines(plan))]
-    print(as_json(plan) if arguments.json else "\n".join([as_text(plan), *disk]))
+    memory = ["", "memory of a rank, estimated", *(f"  {line}" for line in memory_lines(plan))]
+    print("\n".join([as_text(plan), *disk, *memory]))
     return 0
 
 

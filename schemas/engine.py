@@ -26,6 +26,9 @@ class Resources(Strict):
     timeout: float = Field(
         default=3600.0, gt=0, description="Seconds without progress after which a worker counts as lost."
     )
+    memory: float | None = Field(
+        default=None, gt=0, description="GiB that a rank may use; a run that would need more by estimate is refused."
+    )
     check_disk: bool = Field(default=True, description="Refuse a run that would not fit the disk, by estimate.")
     preflight: bool = Field(
         default=True,
