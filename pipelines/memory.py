@@ -157,7 +157,7 @@ def _held(node: PlanNode) -> Held | None:
     size = model_size(model) if model is not None else None
     if model is None or size is None:
         return None
-    activations = family_of(model).activations(size.transformer, model, size.latent_side)
+    activations = family_of(model).activations(size.transformer, model, size.latent_side, size.text)
     return Held(model, size, activations, 4 if model.dtype == "float32" else 2)
 
 

