@@ -92,9 +92,10 @@ def _step(
     count = float(sum(goal.rows.weights[list(unit.rows)].sum() for unit in units))
     active = [unit for unit in units if ctx.rehearsal or not goal.idle(unit)]
     step = StepMetrics()
-    with ctx.timed("gradient"):
-        bad = _backward(ctx, engine, goal, active, count, step) if active else []
-    if not step.agree():
+    bad = _backward(ctx, engine, goal, active, count, step) if active else []
+    with ctx.timed("idle"):
+        finite = step.agree()
+    if not finite:
         _stop_at(bad, goal, ctx)
     if active:
         _all_have_gradients(engine)
@@ -124,9 +125,9 @@ def _backward(
             velocity = goal.velocity(engine, unit)
         terms = goal.terms(unit, velocity, other)
         weight = goal.rows.weight(unit.rows) * float(counts)
-        with engine.flops.counted(counts), engine.flops.backward(len(unit.rows)):
+        with engine.flops.counted(counts):
             # FSDP averages over ranks.
-            ((terms.loss * weight).sum() / count * ctx.world_size).backward()
+            engine.backward((terms.loss * weight).sum() / count * ctx.world_size, len(unit.rows))
         if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight):
             bad += unit.rows
     return bad

@@ -27,10 +27,13 @@ def join(device: str, timeout: float = 3600.0) -> None:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
 
 
-def mesh(device: str) -> DeviceMesh:
-    """All ranks in one dimension."""
+def mesh(device: str, replicas: int = 1) -> DeviceMesh:
+    """All ranks in one dimension; with replicas two: (replicate, shard), neighbouring ranks sharing a replica."""
     join(device)
-    return init_device_mesh("cuda" if device.startswith("cuda") else "cpu", (dist.get_world_size(),))
+    kind, size = "cuda" if device.startswith("cuda") else "cpu", dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def barrier() -> None:

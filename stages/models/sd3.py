@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
@@ -23,6 +24,7 @@ from schemas.assets import is_hub_id
 from schemas.errors import InputError
 from schemas.models import ModelConfig, Sd3Model
 from stages.models import Conditioning, NoiseSchedule
+from stages.models.files import weight_files
 
 _REQUIRED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 _THIRD = ("text_encoder_3", "tokenizer_3")
@@ -54,6 +56,27 @@ class Sd3:
         loaded = self._load(SD3Transformer2DModel, "transformer", dtype=self._dtype)
         return loaded.requires_grad_(False).eval()
 
+    def shell(self) -> SD3Transformer2DModel:
+        """The same with its parameters on the meta device, without any memory; buffers are real."""
+        with init_empty_weights(include_buffers=False):
+            empty = SD3Transformer2DModel.from_config(self._config("transformer"))
+        assert isinstance(empty, SD3Transformer2DModel)
+        # Not the model's own `to`, which warns of a list of modules that is empty here.
+        nn.Module.to(empty, self._dtype)
+        return empty.requires_grad_(False).eval()
+
+    def weights(self) -> list[Path]:
+        """The denoiser's safetensors files, downloaded if need be."""
+        try:
+            return weight_files(self.source, "transformer", self.config.revision)
+        except (OSError, ValueError) as error:
+            raise self._unreadable("transformer", error) from error
+
+    def checkpoint_activations(self, transformer: nn.Module) -> None:
+        """From now on blocks are computed again in the backward pass instead of keeping what is inside them."""
+        assert isinstance(transformer, SD3Transformer2DModel)
+        transformer.enable_gradient_checkpointing()
+
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """The joint transformer blocks."""
         return list(transformer.get_submodule("transformer_blocks").children())
@@ -74,6 +97,12 @@ class Sd3:
         if self.config.resolution is not None:
             return self.config.resolution
         return int(self._config("transformer")["sample_size"]) * self._factor()
+
+    def tokens(self, given: Conditioning) -> int:
+        """Tokens of one sample in one branch of a model call, of latents and text."""
+        _, height, width = self.latent_shape()
+        patch = self._config("transformer")["patch_size"]
+        return (height // patch) * (width // patch) + given.positive["embeds"].shape[1]
 
     def latent_shape(self) -> tuple[int, ...]:
         """(channels, height, width) of one sample's latents."""

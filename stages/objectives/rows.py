@@ -12,6 +12,7 @@ from schemas.errors import InputError, NonFinite
 from schemas.losses import LossConfig
 from stages.context import StageContext
 from stages.engine.embeddings import Embeddings
+from stages.models import Conditioning
 from stages.store import tables
 
 
@@ -23,7 +24,7 @@ class Rows:
 
     def __init__(self, loss: LossConfig, inputs: UpdateInputs, ctx: StageContext, device: torch.device) -> None:
         _sampled_from(loss, inputs, ctx.place)
-        self.ref, self.device = inputs.trajectory, device
+        self.ref, self.device, self.timed = inputs.trajectory, device, ctx.timed
         self.table = tables.read(inputs.trajectory)
         self.sample_ids: list[str] = self.table.column("sample_id").to_pylist()
         self.prompt_ids: list[str] = self.table.column("prompt_id").to_pylist()
@@ -41,8 +42,14 @@ class Rows:
 
     def tensor(self, name: str, rows: Sequence[int], place: int | None = None) -> Tensor:
         """Rows of a tensor or per-step column, at one place of its first dimension if given: (batch, ...) float32."""
-        chosen = tables.tensors(self.table, name, rows)
-        return torch.from_numpy((chosen if place is None else chosen[:, place]).astype(np.float32)).to(self.device)
+        with self.timed("data"):
+            chosen = tables.tensors(self.table, name, rows)
+            return torch.from_numpy((chosen if place is None else chosen[:, place]).astype(np.float32)).to(self.device)
+
+    def given(self, prompt_ids: Sequence[str], guided: bool) -> Conditioning:
+        """Embeddings of a batch of prompts."""
+        with self.timed("data"):
+            return self.embeddings.of(prompt_ids, guided)
 
     def weight(self, rows: Sequence[int]) -> Tensor:
         """1 for samples that count, 0 for those that left: (batch,) float32."""

@@ -58,7 +58,7 @@ class Trajectory:
 
     def velocity(self, engine: Engine, unit: Unit) -> Tensor:
         """At the stored state before the unit's step."""
-        given = self.rows.embeddings.of([self.rows.prompt_ids[row] for row in unit.rows], self.sampler.guided)
+        given = self.rows.given([self.rows.prompt_ids[row] for row in unit.rows], self.sampler.guided)
         return engine.velocity(self._state(unit, 0), self._at("timestep", unit), given, self.sampler.guidance_scale)
 
     def terms(self, unit: Unit, velocity: Tensor, others: Others) -> LossTerms:

@@ -64,6 +64,7 @@ class Chain:
     first: int = 0  # iteration
     checkpoint_steps: int | None = None
     stop_after: int | None = None  # optimizer steps, after which the update is stopped
+    resources: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)  # refs made elsewhere: policy, conditioning, trajectory
     measured: dict[str, dict[str, float]] = field(default_factory=dict)  # by iteration/node, filled as it runs
 
@@ -72,6 +73,12 @@ class Chain:
         lora = None if self.lora is None else {"rank": self.lora}
         settings = {"path": self.folder, "max_sequence_length": 8, "lora": lora, "dtype": self.dtype}
         return Sd3Model.model_validate(settings)
+
+    @property
+    def all_resources(self) -> Resources:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        cut = {"shard_micro_batches": self.shard_micro_batches, "checkpoint_steps": self.checkpoint_steps}
+        return Resources.model_validate({"processes": world, **cut, **self.resources})
 
     def context(self, node: str, iteration: int, residents: dict[str, object] | None = None) -> StageContext:
         join("cpu")
@@ -82,7 +89,7 @@ class Chain:
             node=node,
             seed=7,
             iteration=iteration,
-            resources=Resources(shard_micro_batches=self.shard_micro_batches, checkpoint_steps=self.checkpoint_steps),
+            resources=self.all_resources,
             micro_batch=self.micro_batch,
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),

@@ -99,7 +99,7 @@ def test_text_encoders_are_gone_before_the_transformer_comes(
     sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, before, seen = chain(sd3_folder, tmp_path), encoders(), []
-    encode, transformer = Sd3.encode, Sd3.transformer
+    encode, shell = Sd3.encode, Sd3.shell
 
     def encoding(self: Sd3, prompts: Sequence[str], device: torch.device) -> list[dict[str, Tensor]]:
         pipeline = self._text_pipeline()
@@ -109,10 +109,10 @@ def test_text_encoders_are_gone_before_the_transformer_comes(
 
     def transforming(self: Sd3) -> nn.Module:
         seen.append(("transformer", encoders() - before))
-        return transformer(self)
+        return shell(self)
 
     monkeypatch.setattr(Sd3, "encode", encoding)
-    monkeypatch.setattr(Sd3, "transformer", transforming)
+    monkeypatch.setattr(Sd3, "shell", transforming)
     made.sample(made.context("sample", 0))
     assert seen == [("encode", 2), ("transformer", 0)]
 
