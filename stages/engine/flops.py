@@ -25,7 +25,7 @@ class Cost(NamedTuple):
 
 
 class FlopMeter:
-    """Adds up FLOPs and tokens of a rank's model calls. `twin` makes the model on the meta device, as it is trained."""
+    """Adds up FLOPs and tokens of a rank's model calls. `twin` makes the model on the meta device as it computes."""
 
     def __init__(self, adapter: Adapter, twin: Callable[[], nn.Module]) -> None:
         self.flops, self.tokens = 0.0, 0.0
@@ -63,7 +63,7 @@ class FlopMeter:
 
     def _cost(self, latents: tuple[int, ...], text: dict[str, tuple[int, ...]], guided: bool) -> Cost:
         if self._twin is None:
-            self._twin = self._make().to("meta")
+            self._twin = self._make()
         branch = {name: torch.empty(1, *shape, device="meta") for name, shape in text.items()}
         given = Conditioning(branch, branch if guided else None)
         state, time = torch.empty(1, *latents, device="meta"), torch.empty(1, device="meta")

@@ -55,7 +55,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self.digest: str | None = BASE
         self.updates = 0
-        self.flops = FlopMeter(self.adapter, self._shell)
+        self.flops = FlopMeter(self.adapter, lambda: nn.Module.to(self._shell(), "meta", self.compute))
 
     def _built(self) -> nn.Module:
         """The transformer: its shell with adapters, blocks compiled, sharded, and only then filled."""

@@ -114,7 +114,7 @@ def test_text_encoders_are_gone_before_the_transformer_comes(
     monkeypatch.setattr(Sd3, "encode", encoding)
     monkeypatch.setattr(Sd3, "shell", transforming)
     made.sample(made.context("sample", 0))
-    assert seen == [("encode", 2), ("transformer", 0)]
+    assert seen[:2] == [("encode", 2), ("transformer", 0)]
 
 
 def encoders() -> int:
