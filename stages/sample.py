@@ -17,18 +17,19 @@ from schemas.contracts import SampleConfig, SampleInputs, SampleOutputs
 from schemas.errors import NonFinite
 from schemas.sampling import FlowSdeSampler
 from schemas.tables import samples_schema, trajectory_schema
+from stages.behind import Behind
 from stages.context import StageContext
 from stages.engine.embeddings import NEGATIVE, Embeddings
 from stages.engine.mesh import barrier, first_of
 from stages.engine.policy import Engine, resident
 from stages.models import NoiseSchedule
 from stages.rollouts.batches import MicroBatch, Turn, drop_other_cut, micro_batches, turns
-from stages.rollouts.behind import Behind
 from stages.rollouts.shards import Drawn, Taken, Writers, write
 from stages.sde.loop import Rollout, denoise
 from stages.sde.noise import initial_seed, normal, step_seed
 from stages.store import images, tables
 
+_AHEAD = 4  # micro-batches whose pictures may wait to be decoded
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -102,7 +103,7 @@ def _draw_shards(
 ) -> None:
     ctx, done = drawing.ctx, 0
     num_batches = sum(len(shards[turn.shard]) for turn in mine if turn.counts)
-    with Behind(ctx) as behind:
+    with Behind(ctx, _AHEAD) as behind:
         for turn in mine:
             shard, drawn = shards[turn.shard], []
             for place in range(turn.calls):

@@ -34,10 +34,11 @@ from schemas.seeds import seed_of
 from schemas.tables import advantages_schema, prompts_schema, trajectory_schema
 from stages import encode, sample, update
 from stages.context import StageContext
+from stages.engine import checkpoint
 from stages.engine.mesh import barrier, join
 from stages.engine.policy import Engine, resident
 from stages.models import Conditioning
-from stages.store import tables, tensors
+from stages.store import tables
 from stages.store.tables import TableWriter
 
 PROMPTS = ("two", "a b c", "one")
@@ -208,7 +209,7 @@ def rewritten(
 def first_gradient(policy: PolicyRef) -> dict[str, Tensor]:
     """The gradient of the first optimizer step, by name: Adam's first moment after it is (1 - 0.9) g."""
     assert policy.updates == 1
-    moments = tensors.load(Path(policy.path) / "optimizer.safetensors")
+    moments = checkpoint.load(policy, "optimizer")
     return {k.removeprefix("exp_avg."): v / 0.1 for k, v in moments.items() if k.startswith("exp_avg.")}
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection
 
+from stages.engine import checkpoint
 from stages.models import Conditioning
 from stages.models.sd3 import Sd3
-from stages.store import tensors
 from tests.stages.chain import SDE, Chain
 
 GRPO = {"loss": {"kind": "grpo", "clip": 1e-3}}
@@ -40,7 +40,7 @@ def test_bfloat16_computes_in_bfloat16_and_trains_in_float32(
     assert frozen == (set() if lora is None else {torch.bfloat16})
     assert {m.dtype for kind in engine.optimizer.state().values() for m in kind.values()} == {torch.float32}
     for name in ("raw", "optimizer"):
-        saved = tensors.load(Path(out.policy.path) / f"{name}.safetensors")
+        saved = checkpoint.load(out.policy, name)
         assert {value.dtype for value in saved.values()} == {torch.float32}
         # Not numbers of bfloat16 in a wider coat.
         assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())

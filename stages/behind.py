@@ -8,21 +8,22 @@ from typing import Self
 
 from stages.context import StageContext
 
-_AHEAD = 4  # jobs that may wait; each holds the latents of a micro-batch
-
 
 class Behind:
-    """Does jobs one after the other; the first error is raised by the next `put` or at the end of the block."""
+    """Does jobs one after the other; the first error is raised by the next `put` or at the end of the block.
 
-    def __init__(self, ctx: StageContext) -> None:
-        self._ctx = ctx
+    `ahead` jobs may wait, each with what it holds in memory.
+    """
+
+    def __init__(self, ctx: StageContext, ahead: int) -> None:
+        self._ctx, self._ahead = ctx, ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
         self._jobs: deque[Future[None]] = deque()
 
     def put(self, job: Callable[[], None]) -> None:
         """Adds a job; waits when too many are waiting."""
         self._jobs.append(self._thread.submit(job))
-        self._wait(_AHEAD)
+        self._wait(self._ahead)
 
     def _wait(self, left: int) -> None:
         with self._ctx.timed("idle"):
