@@ -95,7 +95,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return shard.detach().cpu().clone()
     placed = DTensor.from_local(
         shard.to(parameter.device),

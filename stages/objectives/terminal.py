@@ -29,6 +29,7 @@ class Terminal:
         assert isinstance(config.loss, NftLoss | SftLoss)
         self.config, self.loss, self.rows, self.ctx = config, config.loss, rows, ctx
         self.adapter = engine.adapter
+        self._newest: tuple[Unit, tuple[Tensor, Tensor, Tensor]] | None = None
         times = self.loss.times
         self.sigmas = engine.adapter.schedule(times.steps).sigmas if isinstance(times, ScheduleTimes) else torch.ones(1)
 
@@ -78,6 +79,12 @@ class Terminal:
         return [Unit(cut, number, epoch) for cut in cuts]
 
     def _drawn(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents, times and noise; those of the newest unit are remembered, which is asked for more than once."""
+        if self._newest is None or self._newest[0] != unit:
+            self._newest = unit, self._draw(unit)
+        return self._newest[1]
+
+    def _draw(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
         seeds = [self._seed(row, unit.step, unit.epoch, "draw") for row in unit.rows]
         x0 = self.rows.tensor("latents", unit.rows)
         with self.rows.timed("data"):
