@@ -77,6 +77,8 @@ def run(config: SampleConfig, inputs: SampleInputs, ctx: StageContext) -> Sample
     with engine.weights.using(engine.choose(config.weights)), torch.no_grad():
         missing = writers.missing(len(shards))
         _draw_shards(drawing, writers, shards, turns(missing, shards, ctx))
+    if "autoencoder" in ctx.resources.offload:
+        engine.adapter.rest()
     with ctx.timed("idle"):
         barrier()
     work.close(sum(len(batch.indices) for index in missing for batch in shards[index]))

@@ -102,6 +102,10 @@ class Adapter(Protocol):
         """Latents of pictures (batch, 3, height, width) in [0, 1]: the mean of the posterior, float32 on the CPU."""
         ...
 
+    def rest(self) -> None:
+        """What is not the denoiser waits in the machine's memory until it is used again."""
+        ...
+
 
 # Named, not imported: a worker loads only the family it needs.
 ADAPTERS: dict[str, str] = {"sd3": "stages.models.sd3:Sd3"}

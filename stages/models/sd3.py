@@ -6,6 +6,8 @@ With float32 the numbers are those of the public pipeline, bit for bit.
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,8 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
 )
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from schemas.assets import is_hub_id
 from schemas.errors import InputError
@@ -32,6 +36,12 @@ _CLASSES = {
     "transformer": SD3Transformer2DModel,
     "vae": AutoencoderKL,
     "scheduler": FlowMatchEulerDiscreteScheduler,
+}
+_KERNELS = {
+    "_native_math": SDPBackend.MATH,
+    "_native_flash": SDPBackend.FLASH_ATTENTION,
+    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _REMEDY = "set `model.path` to a complete StableDiffusion3Pipeline folder or hub id"
@@ -75,7 +85,9 @@ class Sd3:
     def checkpoint_activations(self, transformer: nn.Module) -> None:
         """From now on blocks are computed again in the backward pass instead of keeping what is inside them."""
         assert isinstance(transformer, SD3Transformer2DModel)
-        transformer.enable_gradient_checkpointing()
+        kernel = self._kernel
+        again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), kernel()))
+        transformer.enable_gradient_checkpointing(again)
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """The joint transformer blocks."""
@@ -158,14 +170,33 @@ class Sd3:
             mean = vae.encode(pictures.to(device, torch.float32) * 2 - 1, return_dict=False)[0].mean
             return ((mean - vae.config["shift_factor"]) * vae.config["scaling_factor"]).cpu()
 
+    def rest(self) -> None:
+        """The autoencoder waits in the machine's memory until it is used again."""
+        if self._vae is not None:
+            self._vae.to("cpu")
+
     def _call(self, transformer: nn.Module, latents: Tensor, timesteps: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return transformer(
-            hidden_states=latents.to(self._dtype),
-            timestep=timesteps.float(),
-            encoder_hidden_states=given["embeds"].to(self._dtype),
-            pooled_projections=given["pooled"].to(self._dtype),
-            return_dict=False,
-        )[0].float()
+        try:
+            with self._kernel():
+                return transformer(
+                    hidden_states=latents.to(self._dtype),
+                    timestep=timesteps.float(),
+                    encoder_hidden_states=given["embeds"].to(self._dtype),
+                    pooled_projections=given["pooled"].to(self._dtype),
+                    return_dict=False,
+                )[0].float()
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise InputError(
+                f"`model.attention` {self.config.attention!r} cannot compute this model on {latents.device} in "
+                f"{self.config.dtype}; write native, or a kernel that this machine has"
+            ) from error
+
+    def _kernel(self) -> AbstractContextManager[Any]:
+        """Inside, attention is computed by the config's kernel and by no other."""
+        kernel = _KERNELS.get(self.config.attention)
+        return nullcontext() if kernel is None else sdpa_kernel(kernel)
 
     def _encode_one(self, pipeline: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -190,6 +221,8 @@ class Sd3:
     def _autoencoder(self, device: torch.device) -> Any:
         if self._vae is None:
             self._vae = self._load(AutoencoderKL, "vae", dtype=torch.float32).requires_grad_(False).eval()
+            if self.config.tiling:
+                self._vae.enable_tiling()
         return self._vae.to(device)
 
     def _shift(self, scheduler: Any) -> float | None:
