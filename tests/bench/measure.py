@@ -1,0 +1,108 @@
+"""One row of the benchmark, and how two ways of doing the same work are timed against each other."""
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure and its bound. `values` are one a repetition, in `unit` ("x" for a ratio).
+
+    `absolute` are medians of both sides, `parts` where the first side's time went; both in seconds unless named.
+    """
+
+    name: str
+    compared: str
+    values: Sequence[float]
+    bound: float
+    unit: str = "x"
+    absolute: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    checked: str = ""  # what was found equal on both sides
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def within(self) -> bool:
+        return self.median <= self.bound
+
+    def as_json(self) -> dict[str, object]:
+        quartiles = statistics.quantiles(self.values, n=4, method="inclusive") if len(self.values) > 1 else None
+        return {
+            "name": self.name,
+            "compared": self.compared,
+            "unit": self.unit,
+            "median": self.median,
+            "least": min(self.values),
+            "most": max(self.values),
+            "quartiles": quartiles,
+            "values": list(self.values),
+            "bound": self.bound,
+            "within": self.within,
+            "absolute": dict(self.absolute),
+            "parts": dict(self.parts),
+            "checked": self.checked,
+        }
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured. `sets` are overrides for the flows of flows.yaml."""
+
+    repetitions: int = 7
+    sets: tuple[str, ...] = ()
+    iterations: int = 500  # of the long run
+    threads: int = 1
+
+
+Work = Callable[[int], object]  # told the number of the repetition; -1 warms up
+
+
+def interleaved(first: Work, second: Work, repetitions: int) -> tuple[list[float], list[float]]:
+    """Seconds of both, A B A B ..., so that the machine's noise meets both alike."""
+    first(-1), second(-1)
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(repetitions):
+        for work, taken in zip((first, second), times, strict=True):
+            gc.collect()
+            begun = time.perf_counter()
+            work(number)
+            taken.append(time.perf_counter() - begun)
+    return times
+
+
+def compared(
+    name: str, what: str, bound: float, sides: tuple[str, str], times: tuple[list[float], list[float]], **more: object
+) -> Row:
+    """The row of two interleaved works: ratios pair by pair."""
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    medians = {side: statistics.median(taken) for side, taken in zip(sides, times, strict=True)}
+    return Row(name, what, ratios, bound, absolute=medians, **more)  # type: ignore[arg-type]
+
+
+def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each `time/...` that stages told, by name."""
+    names = {name for one in measured for name in one if name.startswith("time/")}
+    return {
+        name.removeprefix("time/"): statistics.median(one.get(name, 0.0) for one in measured) for name in sorted(names)
+    }
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds now (Linux)."""
+    line = next(l for l in Path(f"/proc/{pid}/status").read_text().splitlines() if l.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def processor() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [l.partition(":")[2].strip() for l in cpuinfo.read_text().splitlines() if l.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
