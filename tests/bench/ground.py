@@ -66,15 +66,19 @@ class Ground:
     def sample_inputs(self) -> SampleInputs:
         return SampleInputs(prompts=self.prompts, conditioning=self.conditioning)
 
-    def context(self, node: str, *, rehearsal: bool = False) -> StageContext:
-        """A stage run in an empty folder; the one before of the same node is removed."""
+    def emptied(self, name: str) -> Path:
+        """An empty folder of this name."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def context(self, node: str, folder: str = "", *, rehearsal: bool = False) -> StageContext:
+        """A stage run in an empty folder, by default the node's."""
         join("cpu")
-        directory = self.folder / node
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
         stage = self.plan.nodes[node].stage if node in self.plan.nodes else node
         return StageContext(
-            directory=directory,
+            directory=self.emptied(folder or node),
             node=node,
             seed=self.plan.seed,
             iteration=ITERATION,

@@ -1,6 +1,5 @@
 """The sampling stage against a bare loop, and FSDP2 against an unsharded module in that bare loop."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +34,7 @@ def fsdp_rows(scale: Scale) -> Iterator[Row]:
         drawn: list[list[Batch]] = [[], []]
 
         def once(which: int) -> None:
-            drawn[which] = loops[which].run(_empty(base, "bare"))
+            drawn[which] = loops[which].run(base.emptied("bare"))
 
         times = interleaved(lambda _: once(0), lambda _: once(1), scale.repetitions)
         for one, other in zip(*drawn, strict=True):
@@ -71,7 +70,7 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
         kept["out"] = sample.run(base.sampling, base.sample_inputs, told[-1])
 
     def plain(number: int) -> None:
-        kept["drawn"] = loop.run(_empty(base, "bare"))
+        kept["drawn"] = loop.run(base.emptied("bare"))
 
     times = interleaved(stage, plain, scale.repetitions)
     _same(kept["out"], kept["drawn"], told[-1])
@@ -97,9 +96,3 @@ def _same(out: SampleOutputs, drawn: list[Batch], ctx: StageContext) -> None:
         log_probs = np.concatenate([batch.log_prob.numpy() for batch in drawn if batch.log_prob is not None])
         np.testing.assert_allclose(tables.tensors(trajectory, "log_prob"), log_probs, rtol=1e-4, atol=1e-4)
 
-
-def _empty(base: Ground, name: str) -> Any:
-    folder = base.folder / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
