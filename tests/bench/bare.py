@@ -73,7 +73,7 @@ class Sampler:
     def __post_init__(self) -> None:
         source = str(self.config.model.path)
         self.vae = AutoencoderKL.from_pretrained(source, subfolder="vae").float().requires_grad_(False).eval()
-        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source, subfolder="scheduler")
+        self.scheduler: Any = FlowMatchEulerDiscreteScheduler.from_pretrained(source, subfolder="scheduler")
         facts: Any = self.module.config
         self.shape = (facts["in_channels"], facts["sample_size"], facts["sample_size"])
         sampler = self.config.sampler

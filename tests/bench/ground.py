@@ -47,11 +47,12 @@ class Ground:
     residents: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prompts: PromptsTable = self._prompts("prompts")
-        everyone = self._prompts("all_prompts")
+        choosing = cast(PromptsConfig, self.plan.nodes["prompts"].config)
+        self.prompts = self._prompts("prompts", choosing)
+        self.everyone = self._prompts("everyone", choosing.model_copy(update={"choose": None}))
         ctx = self.context("encode")
         config = cast(EncodeConfig, self.plan.nodes["encode"].config)
-        out = encode.run(config, EncodeInputs(prompts=everyone), ctx)
+        out = encode.run(config, EncodeInputs(prompts=self.everyone), ctx)
         self.conditioning: ConditioningTable = out.embeddings.under(ctx.directory)
 
     @property
@@ -112,13 +113,15 @@ class Ground:
         """`embeds` and `pooled` by prompt id, in memory."""
         table = tables.read(self.conditioning)
         ids = table.column("prompt_id").to_pylist()
-        columns = [tables.ragged(table, name) for name in ("embeds", "pooled")]
-        return {i: (torch.from_numpy(np.copy(e)), torch.from_numpy(np.copy(p))) for i, e, p in zip(ids, *columns, strict=True)}
+        embeds, pooled = (tables.ragged(table, name) for name in ("embeds", "pooled"))
+        tensors = [
+            (torch.from_numpy(np.copy(e)), torch.from_numpy(np.copy(p))) for e, p in zip(embeds, pooled, strict=True)
+        ]
+        return dict(zip(ids, tensors, strict=True))
 
-    def _prompts(self, node: str) -> PromptsTable:
-        ctx = self.context(node)
-        out = prompts.run(cast(PromptsConfig, self.plan.nodes[node].config), PromptsInputs(), ctx)
-        return out.chosen.under(ctx.directory)
+    def _prompts(self, name: str, config: PromptsConfig) -> PromptsTable:
+        ctx = self.context(name)
+        return prompts.run(config, PromptsInputs(), ctx).chosen.under(ctx.directory)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ Work = Callable[[int], object]  # told the number of the repetition; -1 warms up
 
 def interleaved(first: Work, second: Work, repetitions: int) -> tuple[list[float], list[float]]:
     """Seconds of both, A B A B ..., so that the machine's noise meets both alike."""
-    first(-1), second(-1)
+    first(-1)
+    second(-1)
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(repetitions):
         for work, taken in zip((first, second), times, strict=True):
@@ -97,12 +98,12 @@ def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def resident_bytes(pid: int) -> int:
     """Memory that a process holds now (Linux)."""
-    line = next(l for l in Path(f"/proc/{pid}/status").read_text().splitlines() if l.startswith("VmRSS:"))
+    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
 
 def processor() -> str:
     """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = [l.partition(":")[2].strip() for l in cpuinfo.read_text().splitlines() if l.startswith("model name")]
+    names = [x.partition(":")[2].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

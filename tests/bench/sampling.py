@@ -95,4 +95,3 @@ def _same(out: SampleOutputs, drawn: list[Batch], ctx: StageContext) -> None:
     if out.trajectory.num_steps:
         log_probs = np.concatenate([batch.log_prob.numpy() for batch in drawn if batch.log_prob is not None])
         np.testing.assert_allclose(tables.tensors(trajectory, "log_prob"), log_probs, rtol=1e-4, atol=1e-4)
-

@@ -41,7 +41,9 @@ class Data:
 class Trainer:
     """Trains `module`, sharded or not, in place. `old` is a second module, where the loss has an old policy."""
 
-    def __init__(self, module: nn.Module, old: nn.Module | None, config: UpdateConfig, seed: int, iteration: int) -> None:
+    def __init__(
+        self, module: nn.Module, old: nn.Module | None, config: UpdateConfig, seed: int, iteration: int
+    ) -> None:
         self.module, self.old, self.config, self.seed, self.iteration = module, old, config, seed, iteration
         self.parameters = dict(module.requires_grad_(True).named_parameters())
         self.leaves = {name: nn.Parameter(_local(p)) for name, p in self.parameters.items()}
@@ -93,21 +95,25 @@ class Trainer:
         if self.config.ema is not None:
             decay = self.config.ema.at(self.updates)
             with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.values()), list(self.leaves.values()), 1 - decay)
+                for name, average in self.ema.items():
+                    average.lerp_(self.leaves[name], 1 - decay)
 
     def _nft(self, data: Data, rows: Sequence[int]) -> Tensor:
         """DiffusionNFT on final latents (arXiv 2509.16117)."""
         loss, old = self.config.loss, self.old
-        assert isinstance(loss, NftLoss) and isinstance(loss.times, UniformTimes) and old is not None
+        assert isinstance(loss, NftLoss)
+        assert isinstance(loss.times, UniformTimes)
+        assert old is not None
         times, noise = self._drawn(data, rows, loss.times)
         x0, t = data.latents[list(rows)], times[:, None, None, None]
         noised, given = (1 - t) * x0 + t * noise, data.given(rows)
         with torch.no_grad():
             lagging = velocity(old, noised, times * 1000, *given)
         step = loss.beta * (velocity(self.module, noised, times * 1000, *given) - lagging)
-        r = data.advantages[list(rows)].clamp(-loss.advantage_clip, loss.advantage_clip) / (2 * loss.advantage_clip) + 0.5
+        c = loss.advantage_clip
+        r = data.advantages[list(rows)].clamp(-c, c) / (2 * c) + 0.5
         positive, negative = (self._matching(noised - t * (lagging + sign * step), x0) for sign in (1, -1))
-        return loss.advantage_clip / loss.beta * (r * positive + (1 - r) * negative)
+        return c / loss.beta * (r * positive + (1 - r) * negative)
 
     def _drawn(self, data: Data, rows: Sequence[int], config: UniformTimes) -> tuple[Tensor, Tensor]:
         (low, high), times, noise = config.range, [], []
@@ -125,7 +131,8 @@ class Trainer:
     def _grpo(self, data: Data, rows: Sequence[int]) -> Tensor:
         """Flow-GRPO's clipped ratio on one stored step (arXiv 2505.05470)."""
         loss, index = self.config.loss, list(rows)
-        assert isinstance(loss, GrpoLoss) and data.states is not None
+        assert isinstance(loss, GrpoLoss)
+        assert data.states is not None
         numbers = {name: values[index, 0] for name, values in data.numbers.items()}
         before, after = data.states[index, 0], data.states[index, 1]
         predicted = velocity(self.module, before, numbers["timestep"], *data.given(rows))
