@@ -8,8 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from pipelines.compile import compile_flow
@@ -47,6 +49,8 @@ class Ground:
     residents: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for library in (diffusers, transformers):
+            library.utils.logging.disable_progress_bar()
         choosing = cast(PromptsConfig, self.plan.nodes["prompts"].config)
         self.prompts = self._prompts("prompts", choosing)
         self.everyone = self._prompts("everyone", choosing.model_copy(update={"choose": None}))

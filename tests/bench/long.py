@@ -72,11 +72,11 @@ def _run(folder: Path, scale: Scale, *words: str) -> Mapping[int, tuple[int, int
             stderr=log,
         )
     try:
-        iteration = 0
+        iteration, workers = 0, list[int]()
         while foreman.poll() is None:
             while (folder / "long" / f"{iteration + 1:04d}").exists():
                 iteration += 1
-            workers = workers_of(foreman.pid)
+            workers = workers if len(workers) == 2 else workers_of(foreman.pid)
             if len(workers) == 2 and iteration not in held:
                 held[iteration] = (resident_bytes(foreman.pid), sum(map(resident_bytes, workers)))
             time.sleep(0.1)

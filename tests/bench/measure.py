@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -65,27 +66,42 @@ class Scale:
 Work = Callable[[int], object]  # told the number of the repetition; -1 warms up
 
 
-def interleaved(first: Work, second: Work, repetitions: int) -> tuple[list[float], list[float]]:
-    """Seconds of both, A B A B ..., so that the machine's noise meets both alike."""
+class Times(NamedTuple):
+    """Seconds of both sides by repetition: of the clock, and of the processor in this process."""
+
+    wall: tuple[list[float], list[float]]
+    cpu: tuple[list[float], list[float]]
+
+
+def interleaved(first: Work, second: Work, repetitions: int) -> Times:
+    """A B A B ..., so that the machine's noise meets both alike."""
     first(-1)
     second(-1)
-    times: tuple[list[float], list[float]] = ([], [])
+    times = Times(([], []), ([], []))
     for number in range(repetitions):
-        for work, taken in zip((first, second), times, strict=True):
+        for work, wall, cpu in zip((first, second), *times, strict=True):
             gc.collect()
-            begun = time.perf_counter()
+            begun = time.perf_counter(), time.process_time()
             work(number)
-            taken.append(time.perf_counter() - begun)
+            wall.append(time.perf_counter() - begun[0])
+            cpu.append(time.process_time() - begun[1])
     return times
 
 
 def compared(
-    name: str, what: str, bound: float, sides: tuple[str, str], times: tuple[list[float], list[float]], **more: object
+    name: str,
+    what: str,
+    bound: float,
+    sides: tuple[str, str],
+    times: Times,
+    parts: Mapping[str, float] | None = None,
+    checked: str = "",
 ) -> Row:
-    """The row of two interleaved works: ratios pair by pair."""
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    medians = {side: statistics.median(taken) for side, taken in zip(sides, times, strict=True)}
-    return Row(name, what, ratios, bound, absolute=medians, **more)  # type: ignore[arg-type]
+    """The row of two interleaved works: ratios of the clock's seconds, pair by pair."""
+    ratios, cpu = ([a / b for a, b in zip(*taken, strict=True)] for taken in times)
+    absolute = {side: statistics.median(taken) for side, taken in zip(sides, times.wall, strict=True)}
+    absolute["ratio of CPU time"] = statistics.median(cpu)
+    return Row(name, what, ratios, bound, absolute=absolute, parts=parts or {}, checked=checked)
 
 
 def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -43,6 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"bench: no row {unknown[0]!r}; there are {', '.join(ROWS)}", file=sys.stderr)
         return 2
     scale = _scale(arguments)
+    _set_threads(scale.threads)
     facts, done = header(scale), list[Row]()
     print(f"{facts['machine']}, {scale.threads} threads, {scale.repetitions} repetitions\n{titles()}", flush=True)
     for name in chosen:
@@ -57,6 +58,12 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{arguments.json}: {len(done)} rows, {'missed: ' + ', '.join(missed) if missed else 'all within their bounds'}"
     )
     return 1 if missed and arguments.check else 0
+
+
+def _set_threads(number: int) -> None:
+    """Of this process, before and after torch is there."""
+    os.environ["OMP_NUM_THREADS"] = str(number)
+    importlib.import_module("torch").set_num_threads(number)
 
 
 def _parser() -> argparse.ArgumentParser:
