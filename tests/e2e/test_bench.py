@@ -20,14 +20,20 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ("skip,fsdp_update", ["skip", "fsdp_update"]),
+        pytest.param("sample,update", ["sample", "sample_sde", "update", "update_grpo"], marks=pytest.mark.slow),
+    ],
+)
 def test_rows_find_both_sides_equal_and_tell_what_they_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rows: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "build" / "bench.json"
-    words = ["sample,update", "skip", "--tiny", "--repetitions", "1", "--threads", "1"]
+    words = [rows, "--tiny", "--repetitions", "1", "--threads", "1"]
     code = main([*words, "--json", str(file), "--check"])
     told = json.loads(file.read_text())
-    names = ["sample", "sample_sde", "update", "update_grpo", "skip"]
     assert [row["name"] for row in told["rows"]] == names
     for row in told["rows"]:
         assert row["checked"]
