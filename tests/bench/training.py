@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,6 +175,13 @@ def eta_of(sampler: object) -> float:
     """The noise level of an SDE."""
     assert isinstance(sampler, FlowSdeSampler)
     return sampler.eta
+
+
+def distance(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+    """Norm of the difference over the norm of the others."""
+    assert some.keys() == others.keys()
+    off = torch.stack([(some[name].detach().double() - others[name].detach().double()).norm() for name in some]).norm()
+    return float(off / torch.stack([others[name].detach().double().norm() for name in some]).norm())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tests.bench.bare import transformer
 from tests.bench.ground import ITERATION, Ground, ground
 from tests.bench.measure import Row, Scale, compared, interleaved, medians
 from tests.bench.sampling import sharded
-from tests.bench.training import Data, Parts, Trainer, eta_of, second
+from tests.bench.training import Data, Parts, Trainer, distance, eta_of, second
 
 _SAVED = "weights and optimizer saved in both"
 
@@ -46,7 +46,7 @@ def fsdp_rows(scale: Scale) -> Iterator[Row]:
             trainers[which].run(data, parts, None)
 
         times = interleaved(lambda _: once(0), lambda _: once(1), scale.repetitions)
-        off = _distance(trainers[0].leaves, trainers[1].leaves)
+        off = distance(trainers[0].leaves, trainers[1].leaves)
         assert off < 1e-4, f"weights differ by {off}"
         what = "bare update loop: FSDP2 on one rank / plain module (shapes, nothing saved)"
         sides = ("fsdp", "plain")
@@ -68,7 +68,7 @@ def skip_rows(scale: Scale) -> Iterator[Row]:
             gradients[everything] = load_file(ctx.directory / out.policy.path / "optimizer.safetensors")
 
         times = interleaved(lambda _: once(False), lambda _: once(True), scale.repetitions)
-        off = _distance(gradients[False], gradients[True])
+        off = distance(gradients[False], gradients[True])
         assert off < 1e-6, f"gradients differ by {off}"
         what = "update stage with half its groups flat: skipped / computed all the same (shapes_grpo)"
         checked = f"gradient, off by {off:.0e}"
@@ -127,7 +127,7 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
         losses.append((newest["loss"], sum(found) / len(found)))
 
     times = interleaved(stage, plain, scale.repetitions)
-    off = _distance(_saved(newest["policy"]), trainer.leaves)
+    off = distance(_saved(newest["policy"]), trainer.leaves)
     assert off < 1e-4, f"weights differ by {off}"
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-3, atol=1e-5)
     kind = "Flow-GRPO" if isinstance(base.updating.loss, GrpoLoss) else "DiffusionNFT"
@@ -139,10 +139,3 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
 
 def _saved(policy: PolicyRef) -> dict[str, Tensor]:
     return load_file(Path(policy.path) / "raw.safetensors")
-
-
-def _distance(some: Any, others: Any) -> float:
-    """Norm of the difference over the norm of the others."""
-    assert some.keys() == others.keys()
-    off = torch.stack([(some[name].detach().double() - others[name].detach().double()).norm() for name in some]).norm()
-    return float(off / torch.stack([others[name].detach().double().norm() for name in some]).norm())
