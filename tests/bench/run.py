@@ -42,6 +42,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"bench: no row {unknown[0]!r}; there are {', '.join(ROWS)}", file=sys.stderr)
         return 2
+    if arguments.iterations < 20 or min(arguments.repetitions, arguments.threads) < 1:
+        print("bench: wants --iterations of 20 or more, --repetitions and --threads of 1 or more", file=sys.stderr)
+        return 2
     scale = _scale(arguments)
     _set_threads(scale.threads)
     facts, done = header(scale), list[Row]()
