@@ -43,6 +43,7 @@ _KERNELS = {
     "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+_NO_KERNEL = ("No available kernel", "No viable backend")
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _REMEDY = "set `model.path` to a complete StableDiffusion3Pipeline folder or hub id"
 
@@ -186,7 +187,7 @@ class Sd3:
                     return_dict=False,
                 )[0].float()
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not any(words in str(error) for words in _NO_KERNEL):
                 raise
             raise InputError(
                 f"`model.attention` {self.config.attention!r} cannot compute this model on {latents.device} in "
