@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 import torch
 from ruamel.yaml import YAML
-from safetensors.torch import load_file
 
 from pipelines.compile import compile_flow
 from pipelines.execute import Outcome
@@ -27,6 +26,7 @@ from pipelines.run import BRANCHES, ThreadCaller, run_in
 from pipelines.rundir import Address, RunDirectory
 from schemas.contracts import PromptsConfig, ScoreConfig
 from schemas.seeds import seed_of
+from stages.engine.sharded import whole
 from stages.prompts import choose
 from stages.rewards import reward
 from stages.store import tables
@@ -117,7 +117,7 @@ class Pause:
 
     def off(self, iteration: int) -> float:
         """How far the bare script's weights are from the policy of an iteration, by what that moved from the base."""
-        saved = load_file(self.run / f"{iteration:04d}" / "update" / "policy" / "raw.safetensors")
+        saved = whole(self.run / f"{iteration:04d}" / "update" / "policy", "raw")
         return distance(self.script.trainer.leaves, saved) / distance(self.start, saved)
 
 

@@ -1,6 +1,7 @@
 """The sampling stage against a bare loop, and FSDP2 against an unsharded module in that bare loop."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def bare(base: Ground, module: nn.Module) -> Sampler:
 def sharded(base: Ground) -> nn.Module:
     """The flow's transformer as the engine shards it."""
     module = transformer(str(base.sampling.model.path))
-    shard(module, list(module.transformer_blocks.children()), mesh("cpu"), torch.float32)
+    shard(module, list(module.transformer_blocks.children()), mesh("cpu"), torch.float32, lambda name: nullcontext())
     return module
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from schemas.artifacts import PolicyRef, TrajectoryTable
@@ -15,6 +14,7 @@ from schemas.losses import GrpoLoss
 from stages import update
 from stages.context import StageContext
 from stages.engine.policy import resident
+from stages.engine.sharded import whole
 from stages.objectives import objective
 from stages.store import tables
 from tests.bench.bare import transformer
@@ -64,8 +64,8 @@ def skip_rows(scale: Scale) -> Iterator[Row]:
         def once(everything: bool) -> None:
             ctx = base.context("update", rehearsal=everything)
             out = update.run(base.updating, inputs, ctx)
-            told.append(ctx.measured)
-            gradients[everything] = load_file(ctx.directory / out.policy.path / "optimizer.safetensors")
+            told.append({**ctx.measured, **ctx.clock.parts()})
+            gradients[everything] = whole(ctx.directory / out.policy.path, "optimizer")
 
         times = interleaved(lambda _: once(False), lambda _: once(True), scale.repetitions)
         off = distance(gradients[False], gradients[True])
@@ -132,10 +132,10 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-3, atol=1e-5)
     kind = "Flow-GRPO" if isinstance(base.updating.loss, GrpoLoss) else "DiffusionNFT"
     what = f"update stage, warm / plain loop on the same sharded module ({flow}, {kind}, {_SAVED})"
-    parts_told = medians([ctx.measured for ctx in told[1:]])
+    parts_told = medians([{**ctx.measured, **ctx.clock.parts()} for ctx in told[1:]])
     checked = f"losses; weights after all, off by {off:.0e}"
     return compared(name, what, 1.05, ("stage", "bare"), times, parts=parts_told, checked=checked)
 
 
 def _saved(policy: PolicyRef) -> dict[str, Tensor]:
-    return load_file(Path(policy.path) / "raw.safetensors")
+    return whole(Path(policy.path), "raw")
