@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from stages.context import StageContext
+
 
 @dataclass(frozen=True)
 class Row:
@@ -123,3 +125,8 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     names = [x.partition(":")[2].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def parts_of(ctx: StageContext) -> dict[str, float]:
+    """What a stage measured of itself; the rest of its time is not known any more once it has ended."""
+    return {name: value for name, value in {**ctx.measured, **ctx.clock.parts()}.items() if name != "time/other"}

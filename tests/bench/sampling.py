@@ -16,7 +16,7 @@ from stages.engine.shard import shard
 from stages.store import images, tables
 from tests.bench.bare import Batch, Sampler, transformer
 from tests.bench.ground import ITERATION, Ground, ground
-from tests.bench.measure import Row, Scale, compared, interleaved, medians
+from tests.bench.measure import Row, Scale, compared, interleaved, medians, parts_of
 
 _WRITTEN = "pictures decoded and Arrow shards written in both"
 
@@ -75,7 +75,7 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
 
     times = interleaved(stage, plain, scale.repetitions)
     _same(kept["out"], kept["drawn"], told[-1])
-    parts = medians([ctx.measured for ctx in told[1:]])
+    parts = medians([parts_of(ctx) for ctx in told[1:]])
     what = f"sampling stage, warm / bare loop over the unsharded module ({flow}, {_WRITTEN})"
     return compared(
         name, what, 1.05, ("stage", "bare"), times, parts=parts, checked="latents, pictures, log-probs, row order"

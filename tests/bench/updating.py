@@ -19,7 +19,7 @@ from stages.objectives import objective
 from stages.store import tables
 from tests.bench.bare import transformer
 from tests.bench.ground import ITERATION, Ground, ground
-from tests.bench.measure import Row, Scale, compared, interleaved, medians
+from tests.bench.measure import Row, Scale, compared, interleaved, medians, parts_of
 from tests.bench.sampling import sharded
 from tests.bench.training import Data, Parts, Trainer, distance, eta_of, second
 
@@ -64,7 +64,7 @@ def skip_rows(scale: Scale) -> Iterator[Row]:
         def once(everything: bool) -> None:
             ctx = base.context("update", rehearsal=everything)
             out = update.run(base.updating, inputs, ctx)
-            told.append({**ctx.measured, **ctx.clock.parts()})
+            told.append(parts_of(ctx))
             gradients[everything] = whole(ctx.directory / out.policy.path, "optimizer")
 
         times = interleaved(lambda _: once(False), lambda _: once(True), scale.repetitions)
@@ -132,7 +132,7 @@ def _stage(base: Ground, name: str, flow: str, scale: Scale) -> Row:
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-3, atol=1e-5)
     kind = "Flow-GRPO" if isinstance(base.updating.loss, GrpoLoss) else "DiffusionNFT"
     what = f"update stage, warm / plain loop on the same sharded module ({flow}, {kind}, {_SAVED})"
-    parts_told = medians([{**ctx.measured, **ctx.clock.parts()} for ctx in told[1:]])
+    parts_told = medians([parts_of(ctx) for ctx in told[1:]])
     checked = f"losses; weights after all, off by {off:.0e}"
     return compared(name, what, 1.05, ("stage", "bare"), times, parts=parts_told, checked=checked)
 
