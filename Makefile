@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo test test-fast lint env clean
+.PHONY: demo test test-fast bench lint env clean
 
 env: $(VENV)/.ready
 
@@ -29,6 +29,10 @@ test: lint
 
 test-fast: lint
 	$(BIN)/pytest -m 'not slow'
+
+# What the framework costs beside the bare work, on all cores; BENCH chooses: make bench BENCH="sample update --check".
+bench: env
+	$(BIN)/python -m tests.bench.run $(BENCH)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -170,8 +170,11 @@ def _engine(plan: Plan, node: PlanNode, held: Held) -> int:
     # One set makes room for another; the start of training waits on the CPU, a LoRA's base beside its weights.
     each = _kept(plan, node, held) + 4 + 4 * _on_cpu(plan) + 2 * (held.model.lora is not None)
     drawing = any(isinstance(other.config, SampleConfig) for other in plan.nodes.values())
-    shards = (weights + round(each * trained)) // plan.resources.processes
-    return shards + _gathered(plan, held, total) + (_autoencoder(held) if drawing else 0)
+    resources = plan.resources
+    shards = (weights + round(each * trained)) * resources.replicas // resources.processes
+    if "parameters" in resources.offload and not _on_cpu(plan):
+        shards = 0
+    return shards + _gathered(plan, node, held, total) + (_autoencoder(held) if drawing else 0)
 
 
 def _kept(plan: Plan, node: PlanNode, held: Held) -> float:
@@ -182,10 +185,11 @@ def _kept(plan: Plan, node: PlanNode, held: Held) -> float:
     return max((4 * (len(sets_of(c)) - 1) + _MOMENTS for c in updates if c.model == held.model), default=0)
 
 
-def _gathered(plan: Plan, held: Held, total: int) -> int:
-    """Whole weights in compute dtype: all on one CPU rank, else the root's and two blocks' (one is fetched ahead)."""
+def _gathered(plan: Plan, node: PlanNode, held: Held, total: int) -> int:
+    """Weights in compute dtype: all that stay gathered, else the root's and two blocks' (one is fetched ahead)."""
+    said = plan.resources.gathered_in(node.name, node.stage)
     trained = 0 if held.model.lora is None else held.size.trained
-    if plan.resources.processes == 1 and _on_cpu(plan):
+    if said or (said is None and plan.resources.processes == 1 and _on_cpu(plan)):
         return held.width * (total + trained)
     prefix, blocks = family_of(held.model).blocks, dict[str, int]()
     for name, shape in held.size.shapes.items():
@@ -212,12 +216,12 @@ def _update(plan: Plan, node: PlanNode, config: UpdateConfig, held: Held) -> Foo
     sampler = drawn.config.sampler if drawn and isinstance(drawn.config, SampleConfig) else None
     guided = config.loss.needs.states and sampler is not None and sampler.guided
     window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) if isinstance(sampler, FlowSdeSampler) else 1
-    ranks, trained = plan.resources.processes, held.size.trained
+    resources, ranks, trained = plan.resources, plan.resources.processes, held.size.trained
     others = config.loss.needs.old_policy + (config.kl is not None)
     rows = (num_samples(plan, drawn) or 0) if drawn else 0
     predicted = others * rows * (window if config.loss.needs.states else 1) * 4 * held.size.latents
-    gradients = 4 * trained + 4 * trained // ranks
-    call = (2 if guided else 1) * (held.activations.trained(checkpointing=False) + _conditioning(held))
+    gradients = 4 * trained + 4 * trained * resources.replicas // ranks
+    call = (2 if guided else 1) * (held.activations.trained(resources.activation_checkpointing) + _conditioning(held))
     return Footprint(gradients + predicted // config.steps // ranks, call + 40 * held.size.latents)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.strict import Strict
 
@@ -16,6 +16,26 @@ class Resources(Strict):
         default=None, ge=1, description="Threads a rank; the machine's cores shared out when none."
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="Groups of ranks that each hold the whole model (HSDP); 1: all ranks share it.",
+    )
+    gathered: dict[str, bool] = Field(
+        default_factory=dict,
+        description="Whether blocks stay gathered between model calls, by node or stage name: faster, more memory. "
+        "Where not named: on one CPU rank.",
+    )
+    offload: tuple[Literal["parameters", "autoencoder"], ...] = Field(
+        default=(), description="What waits in the machine's memory until it is used: sharded weights, the autoencoder."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Blocks' activations are computed again in the backward pass: less memory, slower."
+    )
+    compile: bool = Field(default=False, description="Blocks run through torch.compile.")
+    decode_batch: int | None = Field(
+        default=None, ge=1, description="Pictures that the autoencoder decodes at once; a micro-batch when none."
+    )
     micro_batch: dict[str, int] = Field(
         default_factory=dict, description="Samples in one model call, by node or stage name; 8 where not named."
     )
@@ -36,6 +56,19 @@ class Resources(Strict):
     )
     retries: int = Field(default=1, ge=0, description="Fresh starts after lost workers.")
 
+    def gathered_in(self, node: str, stage: str) -> bool | None:
+        """Whether blocks stay gathered in this node; none where nothing is said."""
+        return self.gathered.get(node, self.gathered.get(stage))
+
     def micro_batch_of(self, node: str, stage: str) -> int:
         """Samples in one model call of this node."""
         return self.micro_batch.get(node, self.micro_batch.get(stage, 8))
+
+    @model_validator(mode="after")
+    def _whole_replicas(self) -> "Resources":
+        if self.processes % self.replicas:
+            raise ValueError(
+                f"processes ({self.processes}) must be a multiple of replicas ({self.replicas}): each is shared by "
+                "equally many ranks"
+            )
+        return self

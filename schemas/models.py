@@ -8,6 +8,8 @@ from schemas.assets import Asset
 from schemas.strict import Strict
 
 Dtype = Literal["float32", "bfloat16"]
+# `native` lets torch choose. Kernels of other packages need attention that diffusers dispatches; SD3's is not.
+Attention = Literal["native", "_native_math", "_native_flash", "_native_efficient", "_native_cudnn"]
 
 
 class LoraConfig(Strict):
@@ -66,6 +68,12 @@ class Sd3Model(Strict):
     revision: str | None = Field(default=None, description="Commit of the hub repository.")
     lora: LoraConfig | None = None
     dtype: Dtype = Field(default="float32", description="Compute dtype; trainable weights are float32 always.")
+    attention: Attention = Field(
+        default="native", description="Attention kernel, by diffusers' names; one that the machine lacks is an error."
+    )
+    tiling: bool = Field(
+        default=False, description="The autoencoder works on overlapping tiles: less memory, slightly other pictures."
+    )
     max_sequence_length: int = Field(
         default=256, ge=1, description="Text tokens of the T5 branch, as the pipeline's argument."
     )

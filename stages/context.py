@@ -1,12 +1,12 @@
 """What a stage is told besides its config and inputs: where, as which rank, with what at hand."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.engine import Resources
+from stages.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class StageContext:
     `directory` is the stage's own; every rank writes there. Finished shards found in it are kept.
     `residents` lives as long as the process: a warm model is kept there under a name.
     `progress(done, total, unit)` counts this rank's share. `measured` goes into the record beside the outputs: numbers
-    that differ between equal runs, such as `time/denoise` in seconds.
+    that differ between equal runs; the worker adds the `clock`'s parts as `time/...` in seconds.
     """
 
     directory: Path
@@ -28,22 +28,18 @@ class StageContext:
     rank: int = 0
     world_size: int = 1
     rehearsal: bool = False
+    gathered: bool | None = None
     device: str = "cpu"
     residents: dict[str, object] = field(default_factory=dict)
     progress: Callable[[int, int, str], None] = lambda done, total, unit: None
     measured: dict[str, float] = field(default_factory=dict)
+    clock: Clock = field(default_factory=lambda: Clock("cpu"))
 
     @property
     def place(self) -> str:
         """Node and iteration for messages, as in `sample[3]`."""
         return self.node if self.iteration is None else f"{self.node}[{self.iteration}]"
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds that its body takes to `time/NAME`."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"time/{name}"
-            self.measured[key] = self.measured.get(key, 0.0) + time.perf_counter() - begun
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Adds the seconds that its body takes to `time/NAME`, what is timed inside left out."""
+        return self.clock.timed(name)

@@ -5,6 +5,7 @@ by global counts, gradients are synchronised once, and AdamW steps on local shar
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from schemas.contracts import UpdateConfig, UpdateInputs, UpdateOutputs
 from schemas.errors import NonFinite, RunError
 from schemas.losses import OldPolicyConfig
+from stages.behind import Behind
 from stages.context import StageContext
 from stages.engine import checkpoint
 from stages.engine.dropout import dropout
@@ -67,15 +69,17 @@ def _train(
     """All optimizer steps but the `taken` ones; every so many of them are kept, so that a stopped update goes on."""
     parts = [part for epoch in range(config.epochs) for part in goal.parts(epoch)]
     interval = ctx.resources.checkpoint_steps or len(parts)
-    for done, units in enumerate(parts[taken:], start=taken + 1):
-        bound = goal.bound if on_policy and done == 1 else None
-        _step(ctx, engine, optimizer, goal, units, metrics, bound)
-        if config.ema is not None:
-            engine.weights.blend("ema", config.ema.at(optimizer.updates))
-        if done % interval == 0 and done < len(parts):
-            with ctx.timed("save"):
-                checkpoint.save_halfway(ctx.directory, done, metrics.note(), engine.weights, optimizer, config.model)
-        ctx.progress(done, len(parts), "optimizer steps")
+    with Behind(ctx, 1) as behind:
+        for done, units in enumerate(parts[taken:], start=taken + 1):
+            bound = goal.bound if on_policy and done == 1 else None
+            _step(ctx, engine, optimizer, goal, units, metrics, bound)
+            if config.ema is not None:
+                engine.weights.blend("ema", config.ema.at(optimizer.updates))
+            if done % interval == 0 and done < len(parts):
+                with ctx.timed("save"):
+                    now = checkpoint.Snapshot.of(engine.weights, optimizer, config.model, copied=True)
+                behind.put(partial(checkpoint.keep_halfway, ctx.directory, done, metrics.note(), now))
+            ctx.progress(done, len(parts), "optimizer steps")
     if config.loss.needs.old_policy:
         engine.weights.blend("old", (config.old or OldPolicyConfig()).decay(ctx.iteration or 0))
 
@@ -93,9 +97,10 @@ def _step(
     count = float(sum(goal.rows.weights[list(unit.rows)].sum() for unit in units))
     active = [unit for unit in units if ctx.rehearsal or not goal.idle(unit)]
     step = StepMetrics()
-    with ctx.timed("gradient"):
-        bad = _backward(ctx, engine, goal, active, count, step) if active else []
-    if not step.agree():
+    bad = _backward(ctx, engine, goal, active, count, step) if active else []
+    with ctx.timed("idle"):
+        finite = step.agree()
+    if not finite:
         _stop_at(bad, goal, ctx)
     if active:
         _all_have_gradients(engine)
@@ -126,9 +131,9 @@ def _backward(
             velocity = goal.velocity(engine, unit)
         terms = goal.terms(unit, velocity, other)
         weight = goal.rows.weight(unit.rows) * float(counts)
-        with engine.flops.counted(counts), engine.flops.backward(len(unit.rows)), dropout(engine.module, seeds):
+        with engine.flops.counted(counts), dropout(engine.module, seeds):
             # FSDP averages over ranks.
-            ((terms.loss * weight).sum() / count * ctx.world_size).backward()
+            engine.backward((terms.loss * weight).sum() / count * ctx.world_size, len(unit.rows))
         if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight):
             bad += unit.rows
     return bad

@@ -26,6 +26,7 @@ from schemas.contracts import CONTRACTS
 from schemas.doors import StageInputs
 from schemas.errors import DiskFull, InputError, closest
 from schemas.record import Answer, StageRequest
+from stages.clock import Clock
 from stages.context import StageContext
 from stages.store import tables
 
@@ -63,9 +64,11 @@ class Worker:
             rank=int(os.environ.get("RANK", "0")) if contract.distributed else 0,
             world_size=int(os.environ.get("WORLD_SIZE", "1")) if contract.distributed else 1,
             rehearsal=request.rehearsal,
+            gathered=request.resources.gathered_in(request.node, request.stage),
             device=device,
             residents=self._residents,
             progress=progress,
+            clock=Clock(device),
         )
         if context.rank == 0:
             self._verify(inputs)
@@ -76,7 +79,7 @@ class Worker:
             if DiskFull.is_why(error):
                 raise DiskFull(f"{context.place}: the disk of {request.directory} is full") from error
             raise
-        return Answer(outputs, {**context.measured, "memory/peak_bytes": _peak_memory(device)})
+        return Answer(outputs, {**context.measured, **context.clock.parts(), "memory/peak_bytes": _peak_memory(device)})
 
     def _verify(self, inputs: StageInputs) -> None:
         """Compares every table that is read with its digests, once: a disk may have changed what was committed."""

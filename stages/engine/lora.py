@@ -24,11 +24,7 @@ def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftLora:
 
 
 def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequence[str]) -> None:
-    """Adds adapters before sharding, or opens all weights for training.
-
-    lora_A is drawn from its name, not from a global generator, so that every rank and every start has the same; lora_B
-    is 0, and DoRA's magnitudes are the lengths of the rows: the adapted model equals the base.
-    """
+    """Adds adapters to a meta module, or opens all weights for training; `start_of` says what adapters begin as."""
     if config is None:
         module.float().requires_grad_(True)
         return
@@ -37,16 +33,31 @@ def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequen
     except ValueError as error:
         raise InputError(f"`model.lora.targets` does not fit the model: {error}") from error
     for name, parameter in module.named_parameters():
-        if _A in name:
-            parameter.data = _drawn(name, parameter, config)
-        elif _B in name:
-            parameter.data = torch.zeros_like(parameter, dtype=torch.float32)
-        elif _MAGNITUDE in name:
+        if is_lora(name):
             parameter.data = parameter.data.float()
     if config.dropout:
         for name, layer in module.named_modules():
             if isinstance(layer, LoraLayer):
                 layer.lora_dropout[ADAPTER] = AdapterDropout(config.dropout, name)
+
+
+def start_of(name: str, shape: tuple[int, ...], config: LoraConfig) -> Tensor:
+    """A whole lora_A or lora_B before any training.
+
+    lora_A is drawn from its name, not from a global generator, so that every rank and every start has the same, as PEFT
+    draws it: kaiming_uniform(a=sqrt(5)), or normal. lora_B is 0: the adapted model equals the base.
+    """
+    if _B in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed_of("lora", name))
+    if config.init == "gaussian":
+        return torch.randn(shape, generator=generator) / config.rank
+    return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
+
+
+def measured_layer(name: str) -> str:
+    """The layer whose rows' lengths a DoRA magnitude begins as; empty for other tensors."""
+    return name.partition(_MAGNITUDE)[0] if _MAGNITUDE in name else ""
 
 
 def base_of(name: str, shard: Tensor) -> Tensor | None:
@@ -62,13 +73,3 @@ def base_of(name: str, shard: Tensor) -> Tensor | None:
 def is_lora(name: str) -> bool:
     """Whether a trainable tensor belongs to an adapter."""
     return any(part in name for part in (_A, _B, _MAGNITUDE))
-
-
-def _drawn(name: str, parameter: Tensor, config: LoraConfig) -> Tensor:
-    """lora_A as PEFT draws it: kaiming_uniform(a=sqrt(5)), or normal."""
-    generator = torch.Generator().manual_seed(seed_of("lora", name))
-    if config.init == "gaussian":
-        drawn = torch.randn(parameter.shape, generator=generator) / config.rank
-    else:
-        drawn = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * (1 / math.sqrt(parameter.shape[1]))
-    return drawn.to(parameter.device)

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+_BESIDE: list[dist.ProcessGroup] = []
+
 
 def join(device: str, timeout: float = 3600.0) -> None:
     """Joins the process group once a process: that of RANK and WORLD_SIZE, or one of its own.
@@ -25,12 +27,23 @@ def join(device: str, timeout: float = 3600.0) -> None:
     else:
         alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
+    group = dist.new_group(backend="gloo", timeout=limit)
+    assert isinstance(group, dist.ProcessGroup)
+    _BESIDE[:] = [group]
 
 
-def mesh(device: str) -> DeviceMesh:
-    """All ranks in one dimension."""
+def mesh(device: str, replicas: int = 1) -> DeviceMesh:
+    """All ranks in one dimension; with replicas two: (replicate, shard), neighbouring ranks sharing a replica."""
     join(device)
-    return init_device_mesh("cuda" if device.startswith("cuda") else "cpu", (dist.get_world_size(),))
+    kind, size = "cuda" if device.startswith("cuda") else "cpu", dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def beside() -> dist.ProcessGroup:
+    """All ranks again, over gloo, for a thread that works behind the model calls: its collectives meet no others."""
+    return _BESIDE[0]
 
 
 def barrier() -> None:
@@ -49,6 +62,14 @@ def total(values: Tensor, largest: bool = False) -> Tensor:
 def from_first(text: str) -> str:
     """Rank 0's text (at most 256 bytes of ASCII) on every rank."""
     return _from(0, text, 256)
+
+
+def texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text (at most 1,000 bytes of ASCII), in order, on all ranks of a gloo group."""
+    mine, size = text.encode("ascii"), 1000
+    parts = [torch.zeros(size, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, torch.tensor([*mine, *bytes(size - len(mine))], dtype=torch.uint8), group=group)
+    return [bytes(part.tolist()).rstrip(b"\0").decode("ascii") for part in parts]
 
 
 def first_of(text: str) -> str:

@@ -62,7 +62,7 @@ class Optimizer:
         for leaf in self.leaves.values():
             if leaf.grad is not None:
                 squares += leaf.grad.double().square().sum()
-        return float(total(squares).sqrt())
+        return float((total(squares) / self.weights.copies).sqrt())
 
     def state(self) -> dict[str, Shards]:
         """Moments by kind and name; empty before the first step."""

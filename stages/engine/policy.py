@@ -1,48 +1,84 @@
 """The engine of one model: built once, kept warm, and told which policy to hold."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from schemas.artifacts import PipelineRef, PolicyRef
+from schemas.engine import Resources
 from schemas.errors import InputError
 from schemas.losses import OptimizerConfig, WeightSet
 from schemas.models import ModelConfig
 from stages.context import StageContext
 from stages.engine import checkpoint
+from stages.engine.flops import FlopMeter
+from stages.engine.loading import fill
 from stages.engine.lora import make_trainable
 from stages.engine.lora_file import started
 from stages.engine.mesh import mesh
 from stages.engine.optim import Optimizer
-from stages.engine.shard import shard
+from stages.engine.shard import Timed, free_after_forward, frees_blocks, shard
 from stages.engine.weights import Weights
-from stages.engine.work import FlopMeter, Work
+from stages.engine.work import Work
 from stages.models import Adapter, Conditioning, adapter
 
 BASE = ""  # the digest of no policy
 
 
+class Form(NamedTuple):
+    """How the model lies in memory: what of the resources an engine is built by."""
+
+    replicas: int = 1
+    offload: tuple[str, ...] = ()
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+    @classmethod
+    def of(cls, resources: Resources) -> "Form":
+        """The form that the resources name."""
+        return cls(*(getattr(resources, name) for name in cls._fields))
+
+
 class Engine:
     """A sharded transformer and the policy in it. `digest` is None while memory holds what no checkpoint holds."""
 
-    def __init__(self, config: ModelConfig, pipeline: PipelineRef | None, device: str) -> None:
-        self.config, self.device = config, torch.device(device)
+    def __init__(self, config: ModelConfig, pipeline: PipelineRef | None, device: str, form: Form) -> None:
+        self.config, self.device, self.form = config, torch.device(device), form
         self.adapter: Adapter = adapter(config, pipeline)
-        module = self.adapter.transformer()
-        make_trainable(module, config.lora, self.adapter.lora_targets)
-        module.to(self.device)
+        self.mesh = mesh(device, form.replicas)
+        self.timed: Timed = lambda name: nullcontext()
         self.compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        shard(module, self.adapter.blocks(module), mesh(device), self.compute)
-        self.module: nn.Module = module.eval()
-        self.weights = Weights(module)
+        self.module: nn.Module = self._built()
+        self.weights = Weights(self.module, form.replicas)
         if config.lora is not None and config.lora.start is not None:
             self.weights.begin(started(config.lora, self.adapter.lora_targets, self.weights.parameters))
         self.optimizer: Optimizer | None = None
         self.digest: str | None = BASE
         self.updates = 0
-        self.flops = FlopMeter()
+        self.flops = FlopMeter(self.adapter, lambda: nn.Module.to(self._shell(), "meta", self.compute))
+
+    def _built(self) -> nn.Module:
+        """The transformer: its shell with adapters, blocks compiled, sharded, and only then filled."""
+        module = self._shell()
+        blocks = self.adapter.blocks(module)
+        if self.form.compile:
+            for block in blocks:
+                block.compile()
+        offload = "parameters" in self.form.offload
+        rest = torch.device("cpu") if offload else self.device
+        shard(module, blocks, self.mesh, self.compute, lambda name: self.timed(name), offload)
+        fill(module, self.adapter.weights(), self.config.lora, self.device, rest)
+        return module.eval()
+
+    def _shell(self) -> nn.Module:
+        module = self.adapter.shell()
+        make_trainable(module, self.config.lora, self.adapter.lora_targets)
+        if self.form.activation_checkpointing:
+            self.adapter.checkpoint_activations(module)
+        return module
 
     def load(self, policy: PolicyRef | None) -> None:
         """Holds this policy's raw, old and ema weights; nothing is read when memory holds it already."""
@@ -91,9 +127,15 @@ class Engine:
 
     def velocity(self, latents: Tensor, timesteps: Tensor, given: Conditioning, guidance_scale: float) -> Tensor:
         """Guided velocity under the weights in use, float32, shaped as `latents`."""
-        widths = tuple(tuple(value.shape[1:]) for value in given.positive.values())
-        with self.flops.forward((latents.shape[1:], widths, guidance_scale > 1), len(latents)):
+        self.flops.forward(latents, given, guidance_scale)
+        with self.timed("forward"):
             return self.adapter.velocity(self.module, latents, timesteps, given, guidance_scale)
+
+    def backward(self, loss: Tensor, samples: int) -> None:
+        """Gradients of a loss on the newest velocity, of so many samples."""
+        self.flops.backward(samples)
+        with self.timed("backward"):
+            loss.backward()
 
     def work(self, ctx: StageContext) -> Work:
         """Measures a stage's computing from here on."""
@@ -101,15 +143,18 @@ class Engine:
 
 
 def resident(ctx: StageContext, config: ModelConfig, pipeline: PipelineRef | None) -> Engine:
-    """The engine of this process for this model, made anew when the model is another."""
-    key = (config.model_dump_json(), None if pipeline is None else pipeline.digest)
+    """The engine of this process for this model, made anew when the model or its form in memory is another."""
+    form = Form.of(ctx.resources)
+    key = (config.model_dump_json(), None if pipeline is None else pipeline.digest, form)
     held = ctx.residents.get("engine")
-    if isinstance(held, tuple) and held[0] == key:
-        return held[1]
-    ctx.residents.pop("engine", None)
-    del held
-    engine = Engine(config, pipeline, ctx.device)
-    ctx.residents["engine"] = (key, engine)
+    if not (isinstance(held, tuple) and held[0] == key):
+        ctx.residents.pop("engine", None)
+        del held  # two models would not fit
+        held = (key, Engine(config, pipeline, ctx.device, form))
+        ctx.residents["engine"] = held
+    engine: Engine = held[1]
+    engine.timed = ctx.timed
+    free_after_forward(engine.module, frees_blocks(engine.mesh) if ctx.gathered is None else not ctx.gathered)
     return engine
 
 

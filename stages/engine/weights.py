@@ -19,10 +19,10 @@ Shards = dict[str, Tensor]
 
 
 class Weights:
-    """The trainable parameters of a sharded module and their sets."""
+    """The trainable parameters of a sharded module and their sets; `copies` ranks hold the same part of each."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, copies: int = 1) -> None:
+        self.module, self.copies = module, copies
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.sets: dict[str, Shards] = {}
         lora = any(map(is_lora, self.parameters))
@@ -90,7 +90,7 @@ class Weights:
         if whole.keys() != self.parameters.keys():
             strange = sorted(whole.keys() ^ self.parameters.keys())
             raise ValueError(f"{len(strange)} tensors do not fit the model, first {strange[0]!r}")
-        return {name: _cut(value, self.parameters[name]) for name, value in whole.items()}
+        return {name: cut(value, self.parameters[name]) for name, value in whole.items()}
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return shard.detach().cpu().clone()
     placed = DTensor.from_local(
         shard.to(parameter.device),
@@ -112,7 +112,8 @@ def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
     return placed.full_tensor().cpu().clone()
 
 
-def _cut(whole: Tensor, parameter: Tensor) -> Tensor:
+def cut(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, on the parameter's device in float32; ValueError for another shape."""
     if whole.shape != parameter.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not fit {tuple(parameter.shape)}")
     if not isinstance(parameter, DTensor):

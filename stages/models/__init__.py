@@ -43,6 +43,18 @@ class Adapter(Protocol):
         """The denoiser in the config's dtype on the CPU, in eval mode (no dropout), frozen."""
         ...
 
+    def shell(self) -> nn.Module:
+        """The same with its parameters on the meta device, without any memory; buffers are real."""
+        ...
+
+    def weights(self) -> list[Path]:
+        """The denoiser's safetensors files, downloaded if need be."""
+        ...
+
+    def checkpoint_activations(self, transformer: nn.Module) -> None:
+        """From now on blocks are computed again in the backward pass instead of keeping what is inside them."""
+        ...
+
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """The modules that FSDP shards one by one."""
         ...
@@ -53,6 +65,10 @@ class Adapter(Protocol):
 
     def resolution(self) -> int:
         """Height and width of a picture in pixels."""
+        ...
+
+    def tokens(self, given: Conditioning) -> int:
+        """Tokens of one sample in one branch of a model call, of latents and text."""
         ...
 
     def latent_shape(self) -> tuple[int, ...]:
@@ -84,6 +100,10 @@ class Adapter(Protocol):
 
     def encode_pictures(self, pictures: Tensor, device: torch.device) -> Tensor:
         """Latents of pictures (batch, 3, height, width) in [0, 1]: the mean of the posterior, float32 on the CPU."""
+        ...
+
+    def rest(self) -> None:
+        """What is not the denoiser waits in the machine's memory until it is used again."""
         ...
 
 

@@ -6,10 +6,13 @@ With float32 the numbers are those of the public pipeline, bit for bit.
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
@@ -18,11 +21,14 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
 )
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from schemas.assets import is_hub_id
 from schemas.errors import InputError
 from schemas.models import ModelConfig, Sd3Model
 from stages.models import Conditioning, NoiseSchedule
+from stages.models.files import weight_files
 
 _REQUIRED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 _THIRD = ("text_encoder_3", "tokenizer_3")
@@ -31,6 +37,13 @@ _CLASSES = {
     "vae": AutoencoderKL,
     "scheduler": FlowMatchEulerDiscreteScheduler,
 }
+_KERNELS = {
+    "_native_math": SDPBackend.MATH,
+    "_native_flash": SDPBackend.FLASH_ATTENTION,
+    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_NO_KERNEL = ("No available kernel", "No viable backend")
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _REMEDY = "set `model.path` to a complete StableDiffusion3Pipeline folder or hub id"
 
@@ -54,6 +67,29 @@ class Sd3:
         loaded = self._load(SD3Transformer2DModel, "transformer", dtype=self._dtype)
         return loaded.requires_grad_(False).eval()
 
+    def shell(self) -> SD3Transformer2DModel:
+        """The same with its parameters on the meta device, without any memory; buffers are real."""
+        with init_empty_weights(include_buffers=False):
+            empty = SD3Transformer2DModel.from_config(self._config("transformer"))
+        assert isinstance(empty, SD3Transformer2DModel)
+        # Not the model's own `to`, which warns of a list of modules that is empty here.
+        nn.Module.to(empty, self._dtype)
+        return empty.requires_grad_(False).eval()
+
+    def weights(self) -> list[Path]:
+        """The denoiser's safetensors files, downloaded if need be."""
+        try:
+            return weight_files(self.source, "transformer", self.config.revision)
+        except (OSError, ValueError) as error:
+            raise self._unreadable("transformer", error) from error
+
+    def checkpoint_activations(self, transformer: nn.Module) -> None:
+        """From now on blocks are computed again in the backward pass instead of keeping what is inside them."""
+        assert isinstance(transformer, SD3Transformer2DModel)
+        kernel = self._kernel
+        again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), kernel()))
+        transformer.enable_gradient_checkpointing(again)
+
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """The joint transformer blocks."""
         return list(transformer.get_submodule("transformer_blocks").children())
@@ -74,6 +110,12 @@ class Sd3:
         if self.config.resolution is not None:
             return self.config.resolution
         return int(self._config("transformer")["sample_size"]) * self._factor()
+
+    def tokens(self, given: Conditioning) -> int:
+        """Tokens of one sample in one branch of a model call, of latents and text."""
+        _, height, width = self.latent_shape()
+        patch = self._config("transformer")["patch_size"]
+        return (height // patch) * (width // patch) + given.positive["embeds"].shape[1]
 
     def latent_shape(self) -> tuple[int, ...]:
         """(channels, height, width) of one sample's latents."""
@@ -129,14 +171,33 @@ class Sd3:
             mean = vae.encode(pictures.to(device, torch.float32) * 2 - 1, return_dict=False)[0].mean
             return ((mean - vae.config["shift_factor"]) * vae.config["scaling_factor"]).cpu()
 
+    def rest(self) -> None:
+        """The autoencoder waits in the machine's memory until it is used again."""
+        if self._vae is not None:
+            self._vae.to("cpu")
+
     def _call(self, transformer: nn.Module, latents: Tensor, timesteps: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return transformer(
-            hidden_states=latents.to(self._dtype),
-            timestep=timesteps.float(),
-            encoder_hidden_states=given["embeds"].to(self._dtype),
-            pooled_projections=given["pooled"].to(self._dtype),
-            return_dict=False,
-        )[0].float()
+        try:
+            with self._kernel():
+                return transformer(
+                    hidden_states=latents.to(self._dtype),
+                    timestep=timesteps.float(),
+                    encoder_hidden_states=given["embeds"].to(self._dtype),
+                    pooled_projections=given["pooled"].to(self._dtype),
+                    return_dict=False,
+                )[0].float()
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NO_KERNEL):
+                raise
+            raise InputError(
+                f"`model.attention` {self.config.attention!r} cannot compute this model on {latents.device} in "
+                f"{self.config.dtype}; write native, or a kernel that this machine has"
+            ) from error
+
+    def _kernel(self) -> AbstractContextManager[Any]:
+        """Inside, attention is computed by the config's kernel and by no other."""
+        kernel = _KERNELS.get(self.config.attention)
+        return nullcontext() if kernel is None else sdpa_kernel(kernel)
 
     def _encode_one(self, pipeline: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -161,6 +222,8 @@ class Sd3:
     def _autoencoder(self, device: torch.device) -> Any:
         if self._vae is None:
             self._vae = self._load(AutoencoderKL, "vae", dtype=torch.float32).requires_grad_(False).eval()
+            if self.config.tiling:
+                self._vae.enable_tiling()
         return self._vae.to(device)
 
     def _shift(self, scheduler: Any) -> float | None:

@@ -88,7 +88,7 @@ class UpdateMetrics:
 
     def note(self) -> dict[str, Any]:
         """What `of` takes up again: plain numbers, exact as JSON."""
-        return dict(vars(self))
+        return {**vars(self), "steps": list(self.steps)}
 
     def close(self, step: StepMetrics, count: float, skipped: int, **facts: float) -> None:
         """Ends an optimizer step."""

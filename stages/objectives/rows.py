@@ -13,6 +13,7 @@ from schemas.losses import LossConfig
 from schemas.seeds import seed_of
 from stages.context import StageContext
 from stages.engine.embeddings import Embeddings
+from stages.models import Conditioning
 from stages.store import tables
 
 
@@ -24,7 +25,7 @@ class Rows:
 
     def __init__(self, loss: LossConfig, inputs: UpdateInputs, ctx: StageContext, device: torch.device) -> None:
         _sampled_from(loss, inputs, ctx.place)
-        self.ref, self.device = inputs.trajectory, device
+        self.ref, self.device, self.timed = inputs.trajectory, device, ctx.timed
         self.table = tables.read(inputs.trajectory)
         self.sample_ids: list[str] = self.table.column("sample_id").to_pylist()
         self.prompt_ids: list[str] = self.table.column("prompt_id").to_pylist()
@@ -42,8 +43,14 @@ class Rows:
 
     def tensor(self, name: str, rows: Sequence[int], place: int | None = None) -> Tensor:
         """Rows of a tensor or per-step column, at one place of its first dimension if given: (batch, ...) float32."""
-        chosen = tables.tensors(self.table, name, rows)
-        return torch.from_numpy((chosen if place is None else chosen[:, place]).astype(np.float32)).to(self.device)
+        with self.timed("data"):
+            chosen = tables.tensors(self.table, name, rows)
+            return torch.from_numpy((chosen if place is None else chosen[:, place]).astype(np.float32)).to(self.device)
+
+    def given(self, prompt_ids: Sequence[str], guided: bool) -> Conditioning:
+        """Embeddings of a batch of prompts."""
+        with self.timed("data"):
+            return self.embeddings.of(prompt_ids, guided)
 
     def seeds(self, ctx: StageContext, rows: Sequence[int], epoch: int, number: int) -> list[int]:
         """Of the dropout in a model call, one a sample."""

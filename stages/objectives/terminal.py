@@ -29,6 +29,7 @@ class Terminal:
         assert isinstance(config.loss, NftLoss | SftLoss)
         self.config, self.loss, self.rows, self.ctx = config, config.loss, rows, ctx
         self.adapter = engine.adapter
+        self._newest: tuple[Unit, tuple[Tensor, Tensor, Tensor]] | None = None
         times = self.loss.times
         self.sigmas = engine.adapter.schedule(times.steps).sigmas if isinstance(times, ScheduleTimes) else torch.ones(1)
 
@@ -51,7 +52,7 @@ class Terminal:
     def velocity(self, engine: Engine, unit: Unit) -> Tensor:
         """At (1 - t) x0 + t noise."""
         x0, times, noise = self._drawn(unit)
-        given = self.rows.embeddings.of([self._prompt(row, unit.step, unit.epoch) for row in unit.rows], guided=False)
+        given = self.rows.given([self._prompt(row, unit.step, unit.epoch) for row in unit.rows], guided=False)
         return engine.velocity(_mix(x0, times, noise), self.adapter.timesteps(times), given, 1.0)
 
     def terms(self, unit: Unit, velocity: Tensor, others: Others) -> LossTerms:
@@ -78,9 +79,16 @@ class Terminal:
         return [Unit(cut, number, epoch) for cut in cuts]
 
     def _drawn(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents, times and noise; those of the newest unit are remembered, which is asked for more than once."""
+        if self._newest is None or self._newest[0] != unit:
+            self._newest = unit, self._draw(unit)
+        return self._newest[1]
+
+    def _draw(self, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
         seeds = [self._seed(row, unit.step, unit.epoch, "draw") for row in unit.rows]
         x0 = self.rows.tensor("latents", unit.rows)
-        times, noise = draw(self.loss.times, tuple(x0.shape[1:]), seeds, self.sigmas)
+        with self.rows.timed("data"):
+            times, noise = draw(self.loss.times, tuple(x0.shape[1:]), seeds, self.sigmas)
         return x0, times.to(self.rows.device), noise.to(self.rows.device)
 
     def _seed(self, row: int, number: int, epoch: int, purpose: str) -> int:

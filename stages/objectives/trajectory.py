@@ -58,16 +58,14 @@ class Trajectory:
 
     def velocity(self, engine: Engine, unit: Unit) -> Tensor:
         """At the stored state before the unit's step."""
-        given = self.rows.embeddings.of([self.rows.prompt_ids[row] for row in unit.rows], self.sampler.guided)
+        given = self.rows.given([self.rows.prompt_ids[row] for row in unit.rows], self.sampler.guided)
         return engine.velocity(self._state(unit, 0), self._at("timestep", unit), given, self.sampler.guidance_scale)
 
     def terms(self, unit: Unit, velocity: Tensor, others: Others) -> LossTerms:
         """The policy-gradient loss of the step, plus the KL to the base."""
-        taken = self._replay(unit, velocity)
-        terms = LOSSES[self.config.loss.kind](
-            self.config.loss, taken.log_prob, self._at("log_prob", unit), self.rows.advantage(unit.rows)
-        )
-        noise = (taken.log_prob - self._at("log_prob", unit)).detach().abs()
+        taken, sampled = self._replay(unit, velocity), self._at("log_prob", unit)
+        terms = LOSSES[self.config.loss.kind](self.config.loss, taken.log_prob, sampled, self.rows.advantage(unit.rows))
+        noise = (taken.log_prob - sampled).detach().abs()
         stats = {**terms.stats, "log_prob_noise": noise}
         if self.config.kl is None or others.reference is None:
             return LossTerms(terms.loss, stats)

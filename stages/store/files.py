@@ -12,15 +12,16 @@ def written(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -84,9 +84,11 @@ def record(folder: Path, place: str) -> dict[str, Any]:
 
 def weights_moved(folder: Path, times: int) -> bool:
     """Whether the weights differ from the base's and from iteration to iteration."""
-    files = [folder / "runs" / "own" / f"{i:04}" / "update" / "policy" / "raw.safetensors" for i in range(times)]
+    policies = [folder / "runs" / "own" / f"{i:04}" / "update" / "policy" for i in range(times)]
+    saved = [load_file(next(policy.glob("*.safetensors"))) for policy in policies]
+    raw = [{k.removeprefix("raw."): v for k, v in one.items() if k.startswith("raw.")} for one in saved]
     base = load_file(ROOT / "stages" / "shapes" / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
-    sets = [base, *(load_file(file) for file in files)]
+    sets = [base, *raw]
     return all(
         any(not np.array_equal(one[name].astype(np.float32), two[name].astype(np.float32)) for name in two)
         for one, two in pairwise(sets)

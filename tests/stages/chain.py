@@ -34,6 +34,7 @@ from schemas.seeds import seed_of
 from schemas.tables import advantages_schema, prompts_schema, trajectory_schema
 from stages import encode, sample, update
 from stages.context import StageContext
+from stages.engine import checkpoint
 from stages.engine.mesh import barrier, join
 from stages.engine.policy import Engine, resident
 from stages.models import Conditioning
@@ -65,6 +66,7 @@ class Chain:
     first: int = 0  # iteration
     checkpoint_steps: int | None = None
     stop_after: int | None = None  # optimizer steps, after which the update is stopped
+    resources: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)  # refs made elsewhere: policy, conditioning, trajectory
     measured: dict[str, dict[str, float]] = field(default_factory=dict)  # by iteration/node, filled as it runs
 
@@ -73,6 +75,12 @@ class Chain:
         lora = None if self.lora is None else {"rank": self.lora, **self.adapter}
         settings = {"path": self.folder, "max_sequence_length": 8, "lora": lora, "dtype": self.dtype}
         return Sd3Model.model_validate(settings)
+
+    @property
+    def all_resources(self) -> Resources:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        cut = {"shard_micro_batches": self.shard_micro_batches, "checkpoint_steps": self.checkpoint_steps}
+        return Resources.model_validate({"processes": world, **cut, **self.resources})
 
     def context(self, node: str, iteration: int, residents: dict[str, object] | None = None) -> StageContext:
         join("cpu")
@@ -83,7 +91,7 @@ class Chain:
             node=node,
             seed=7,
             iteration=iteration,
-            resources=Resources(shard_micro_batches=self.shard_micro_batches, checkpoint_steps=self.checkpoint_steps),
+            resources=self.all_resources,
             micro_batch=self.micro_batch,
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -202,7 +210,7 @@ def rewritten(
 def first_gradient(policy: PolicyRef) -> dict[str, Tensor]:
     """The gradient of the first optimizer step, by name: Adam's first moment after it is (1 - 0.9) g."""
     assert policy.updates == 1
-    moments = tensors.load(Path(policy.path) / "optimizer.safetensors")
+    moments = checkpoint.load(policy, "optimizer")
     return {k.removeprefix("exp_avg."): v / 0.1 for k, v in moments.items() if k.startswith("exp_avg.")}
 
 

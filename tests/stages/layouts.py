@@ -1,11 +1,14 @@
 """Two families whose latents are not (channels, height, width): the real transformers of Flux and Wan, at tiny size."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from schemas.models import ModelConfig
@@ -31,6 +34,25 @@ class _Family:
             embeds = torch.randn(_TOKENS, _WIDTH, generator=generator)
             out.append({"embeds": embeds, "pooled": torch.randn(_WIDTH, generator=generator)})
         return out
+
+    def transformer(self) -> nn.Module:
+        raise NotImplementedError
+
+    def shell(self) -> nn.Module:
+        with init_empty_weights(include_buffers=False):
+            return self.transformer()
+
+    def weights(self) -> list[Path]:
+        file = Path(self.source) / "weights.safetensors"
+        if not file.is_file():
+            save_file(self.transformer().state_dict(), file)
+        return [file]
+
+    def checkpoint_activations(self, transformer: nn.Module) -> None:
+        raise NotImplementedError
+
+    def tokens(self, given: Conditioning) -> int:
+        return _TOKENS + 16
 
     def resolution(self) -> int:
         return 4
@@ -77,8 +99,8 @@ class Packed(_Family):
     def velocity(
         self, transformer: nn.Module, latents: Tensor, timesteps: Tensor, given: Conditioning, guidance_scale: float
     ) -> Tensor:
-        places = torch.stack([torch.zeros(16), torch.arange(16) // 4, torch.arange(16) % 4], dim=1)
-        ids: dict[str, Any] = {"img_ids": places, "txt_ids": torch.zeros(_TOKENS, 3)}
+        places = torch.stack([torch.zeros(16), torch.arange(16) // 4, torch.arange(16) % 4], dim=1).to(latents.device)
+        ids: dict[str, Any] = {"img_ids": places, "txt_ids": torch.zeros(_TOKENS, 3, device=latents.device)}
         embeds, pooled = given.positive["embeds"], given.positive["pooled"]
         return transformer(
             hidden_states=latents,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from stages.engine import checkpoint
 from stages.models import ADAPTERS
-from stages.store import tensors
 from tests.stages.chain import SDE, Chain
 
 # Wan's output is a view; nobody writes into it.
@@ -62,7 +62,7 @@ def test_an_update_replays_and_moves_the_policy(made: Chain, lora: int | None) -
         assert out.metrics["train/log_prob_noise"] == 0.0
     assert first.metrics["train/kl"] == 0.0
     assert second.metrics["train/kl"] > 0.0
-    old, new = (tensors.load(Path(out.policy.path) / "raw.safetensors") for out in (first, second))
+    old, new = (checkpoint.load(out.policy, "raw") for out in (first, second))
     assert old.keys() == new.keys()
     assert any(not torch.equal(old[name], new[name]) for name in old)
 

@@ -12,7 +12,7 @@ from torch import nn
 from schemas.artifacts import TrajectoryTable
 from stages.engine.dropout import AdapterDropout, dropout
 from stages.engine.lora import is_lora
-from stages.engine.policy import Engine
+from stages.engine.policy import Engine, Form
 from stages.engine.weights import local
 from stages.store import tensors
 from tests.stages.chain import ODE, Chain, distance, first_gradient, fixed_velocity, on_ranks, outcome
@@ -42,7 +42,7 @@ def trained(engine: Engine) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_the_model_without_adapters(sd3_folder: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     bare = chain(sd3_folder, tmp_path / "bare", dtype=dtype).engine()
-    without = Engine(bare.config.model_copy(update={"lora": None}), None, "cpu")
+    without = Engine(bare.config.model_copy(update={"lora": None}), None, "cpu", Form())
     plain = fixed_velocity(without)
     engine = chain(sd3_folder, tmp_path / "with", dtype=dtype, adapter=KINDS[kind]).engine()
     assert torch.equal(fixed_velocity(engine), plain)

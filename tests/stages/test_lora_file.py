@@ -18,7 +18,7 @@ from schemas.contracts import ExportConfig, ExportInputs
 from schemas.errors import InputError
 from schemas.lora_file import lora_file
 from schemas.models import LoraConfig, Sd3Model
-from stages.engine.policy import Engine
+from stages.engine.policy import Engine, Form
 from stages.export import run
 from stages.models.sd3 import Sd3
 from tests.stages.chain import Chain, fixed_velocity
@@ -49,7 +49,7 @@ def saved_by_peft(sd3_folder: Path, folder: Path, **settings: Any) -> Tensor:
 
 def engine_of(sd3_folder: Path, start: Path, **lora: Any) -> Engine:
     settings = {"rank": 4, "start": str(start), **lora}
-    return Engine(Sd3Model.model_validate({"path": str(sd3_folder), "lora": settings}), None, "cpu")
+    return Engine(Sd3Model.model_validate({"path": str(sd3_folder), "lora": settings}), None, "cpu", Form())
 
 
 def computed(engine: Engine, name: str = "raw") -> Tensor:

@@ -1,6 +1,6 @@
-"""One rank and two: the same noise, gradients and policies, and one message when something breaks.
+"""Worlds of one to four ranks: the same noise, gradients and policies, and one message when something breaks.
 
-Two processes are started once for the whole module and work on all chains of it.
+The processes of a world are started once for the whole module and work on all its chains.
 """
 
 import json
@@ -15,7 +15,8 @@ import torch
 
 from schemas.artifacts import ConditioningTable, PolicyRef
 from schemas.contracts import UpdateOutputs
-from stages.store import tables, tensors
+from stages.engine import checkpoint
+from stages.store import tables
 from stages.store.tables import TableWriter
 from tests.stages.chain import ODE, Chain, distance, first_gradient, fixed_velocity, on_ranks, outcome, rewritten
 
@@ -28,23 +29,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"lora": 2, "update": {"loss": {"kind": "grpo", "clip": 1e-3}, "kl": KL, "ema": {"decay": 0.9}}},
     "full": {"lora": None, "update": {"loss": {"kind": "grpo", "clip": 1e-3}}, "flat": ("p1",)},
     "nft": {"lora": 2, "update": {"loss": {"kind": "nft"}, "ema": {}}, "sampler": ODE, "weights": "old"},
+    "replicas": {"lora": None, "update": {"loss": {"kind": "grpo", "clip": 1e-3}, "ema": {}}},
 }
-
-
-class Runs(NamedTuple):
-    """The same chain on one rank and on two, iteration by iteration."""
-
-    one: list[UpdateOutputs]
-    two: list[UpdateOutputs]
+# How the model lies in memory must not show in the numbers.
+FORMS: dict[str, dict[str, Any]] = {
+    "lora": {"gathered": {"sample": True}},
+    "nft": {"offload": ("parameters", "autoencoder"), "decode_batch": 1},
+    "replicas": {"replicas": 2, "activation_checkpointing": True},
+}
+WORLDS = (2, 3, 4)
+CASES = [(name, world) for name in SETTINGS for world in WORLDS if name != "replicas" or world % 2 == 0]
 
 
 class Everything(NamedTuple):
-    """Chains by name; those of `crossed` went on at the other world size after two iterations."""
+    """Chains and what came of them, by name and world size.
 
-    runs: dict[str, Runs]
-    one: dict[str, Chain]
-    two: dict[str, Chain]
-    crossed: Runs
+    `crossed` went on after two iterations of four ranks, by name and new world size.
+    """
+
+    chains: dict[tuple[str, int], Chain]
+    outs: dict[tuple[str, int], list[UpdateOutputs]]
+    crossed: dict[tuple[str, int], UpdateOutputs]
     errors: dict[str, list[str]]
 
 
@@ -82,21 +87,31 @@ def failing(folder: str, directory: Path) -> dict[str, Chain]:
 @pytest.fixture(scope="module")
 def everything(sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Everything:
     folder, root = str(sd3_folder), tmp_path_factory.mktemp("ranks")
-    one = {name: Chain(folder, str(root / "one" / name), **UNEVEN, **more) for name, more in SETTINGS.items()}
-    alone = {name: chain.run({}) for name, chain in one.items()}
-    two = {name: Chain(folder, str(root / "two" / name), **UNEVEN, **more) for name, more in SETTINGS.items()}
-    broken = failing(folder, root / "broken")
+    chains = {
+        (name, world): Chain(
+            folder,
+            str(root / f"{name}-{world}"),
+            **{**UNEVEN, **SETTINGS[name]},
+            resources=FORMS.get(name, {}) if world > 1 else {},
+        )
+        for name, world in [*((name, 1) for name in SETTINGS), *CASES]
+    }
+    outs = {(name, 1): chains[name, 1].run({}) for name in SETTINGS}
+    broken, crossed = failing(folder, root / "broken"), {}
 
-    def going_on(name: str, outs: Sequence[UpdateOutputs]) -> Chain:
-        settings = {**UNEVEN, **SETTINGS["lora"], "first": 2, "given": {"policy": outs[1].policy.model_dump()}}
-        return Chain(folder, str(root / name), **settings)
+    def going_on(name: str, world: int) -> Chain:
+        settings = {**UNEVEN, **SETTINGS[name], "first": 2, "given": {"policy": outs[name, 4][1].policy.model_dump()}}
+        return Chain(folder, str(root / f"{name}-4-to-{world}"), **settings)
 
-    widened = going_on("widened", alone["lora"])
-    on_ranks([*two.values(), widened, *broken.values()], 2)
-    runs = {name: Runs(alone[name], outputs(two[name])) for name in SETTINGS}
-    narrowed = going_on("narrowed", runs["lora"].two).run({})
+    for world in reversed(WORLDS):
+        here = {name: chain for (name, size), chain in chains.items() if size == world}
+        crossing = {name: going_on(name, 3) for name in ("lora", "full")} if world == 3 else {}
+        on_ranks([*here.values(), *crossing.values(), *(broken.values() if world == 2 else ())], world)
+        outs |= {(name, world): outputs(chain) for name, chain in here.items()}
+        crossed |= {(name, 3): outputs(chain)[0] for name, chain in crossing.items()}
+    crossed |= {(name, 1): going_on(name, 1).run({})[0] for name in ("lora", "full")}
     errors = {name: [str(outcome(chain, rank)) for rank in range(2)] for name, chain in broken.items()}
-    return Everything(runs, one, two, Runs(narrowed, outputs(widened)), errors)
+    return Everything(chains, outs, crossed, errors)
 
 
 def sampled(chain: Chain, table: str) -> pa.Table:
@@ -106,7 +121,7 @@ def sampled(chain: Chain, table: str) -> pa.Table:
 
 
 def first_moments(policy: PolicyRef) -> dict[str, torch.Tensor]:
-    moments = tensors.load(Path(policy.path) / "optimizer.safetensors")
+    moments = checkpoint.load(policy, "optimizer")
     return {name: value for name, value in moments.items() if name.startswith("exp_avg.")}
 
 
@@ -116,59 +131,56 @@ def moved(chain: Chain, policy: PolicyRef | None) -> torch.Tensor:
     return fixed_velocity(chain.engine(policy)) - base
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_sample_has_the_same_noise_on_any_number_of_ranks(everything: Everything, name: str) -> None:
-    one, two = (sampled(chains[name], "trajectory") for chains in (everything.one, everything.two))
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_a_sample_has_the_same_noise_on_any_number_of_ranks(everything: Everything, name: str, world: int) -> None:
+    both = everything.chains[name, 1], everything.chains[name, world]
+    one, other = (sampled(chain, "trajectory") for chain in both)
     assert one.num_rows == 15
     for key in ("sample_id", "seed", "micro_batch"):
-        assert one.column(key).to_pylist() == two.column(key).to_pylist()
+        assert one.column(key).to_pylist() == other.column(key).to_pylist()
     if name != "nft":
-        np.testing.assert_array_equal(tables.tensors(one, "states")[:, 0], tables.tensors(two, "states")[:, 0])
-        np.testing.assert_allclose(tables.tensors(one, "log_prob"), tables.tensors(two, "log_prob"), atol=1e-6)
-    np.testing.assert_allclose(tables.tensors(one, "latents"), tables.tensors(two, "latents"), atol=1e-5)
-    pictures = [sampled(chains[name], "samples") for chains in (everything.one, everything.two)]
+        np.testing.assert_array_equal(tables.tensors(one, "states")[:, 0], tables.tensors(other, "states")[:, 0])
+        np.testing.assert_allclose(tables.tensors(one, "log_prob"), tables.tensors(other, "log_prob"), atol=1e-6)
+    np.testing.assert_allclose(tables.tensors(one, "latents"), tables.tensors(other, "latents"), atol=1e-5)
+    pictures = [sampled(chain, "samples") for chain in both]
     for key in ("sample_id", "prompt", "index", "seed"):
         assert pictures[0].column(key).to_pylist() == pictures[1].column(key).to_pylist()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_first_gradient_is_the_same(everything: Everything, name: str) -> None:
-    one, two = everything.runs[name].one[0], everything.runs[name].two[0]
-    assert distance(first_gradient(two.policy), first_gradient(one.policy)) < 1e-5
-    assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-7)
-    assert two.metrics["train/skipped_units"] == (9 if name == "full" else 0)
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_the_first_gradient_is_the_same(everything: Everything, name: str, world: int) -> None:
+    one, other = everything.outs[name, 1][0], everything.outs[name, world][0]
+    assert distance(first_gradient(other.policy), first_gradient(one.policy)) < 1e-5
+    assert other.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-7)
+    assert other.metrics["train/skipped_units"] == (9 if name == "full" else 0)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_three_updates_lead_to_the_same_velocity(everything: Everything, name: str) -> None:
-    chain, (one, two) = everything.one[name], everything.runs[name]
-    assert [out.policy.updates for out in two] == [1, 2, 3]
-    assert [out.policy.sets for out in two] == [out.policy.sets for out in one]
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_three_updates_lead_to_the_same_velocity(everything: Everything, name: str, world: int) -> None:
+    chain, one, other = everything.chains[name, 1], everything.outs[name, 1], everything.outs[name, world]
+    assert [out.policy.updates for out in other] == [1, 2, 3]
+    assert [out.policy.sets for out in other] == [out.policy.sets for out in one]
     expected = moved(chain, one[-1].policy)
     assert float(expected.norm()) > 0
-    assert float((moved(chain, two[-1].policy) - expected).norm() / expected.norm()) < 1e-3
+    assert float((moved(chain, other[-1].policy) - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_a_policy_goes_on_at_another_world_size(everything: Everything) -> None:
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_a_policy_of_four_ranks_goes_on_at_another_world_size(everything: Everything, name: str, world: int) -> None:
     """Weights, sets and moments: without the moments the third update would be a first one, of another direction."""
-    chain, whole = everything.one["lora"], everything.runs["lora"].one
+    chain, whole, out = everything.chains[name, 1], everything.outs[name, 4], everything.crossed[name, world]
     before = fixed_velocity(chain.engine(whole[1].policy))
     step = fixed_velocity(chain.engine(whole[2].policy)) - before
-    for out in (everything.crossed.one[0], everything.crossed.two[0]):
-        assert out.policy.updates == 3
-        assert out.policy.sets == ("raw", "ema")
-        for name in ("raw", "ema", "optimizer"):
-            got, wanted = (
-                tensors.load(Path(policy.path) / f"{name}.safetensors") for policy in (out.policy, whole[2].policy)
-            )
-            assert got.keys() == wanted.keys()
-            assert {key: value.shape for key, value in got.items()} == {
-                key: value.shape for key, value in wanted.items()
-            }
-        moments = (first_moments(out.policy), first_moments(whole[2].policy))
-        assert distance(*moments) < 1e-3
-        after = fixed_velocity(chain.engine(out.policy)) - before
-        assert float((after - step).norm() / step.norm()) < 2e-2
+    assert out.policy.updates == 3
+    assert out.policy.sets == whole[2].policy.sets
+    for part in (*out.policy.sets, "optimizer"):
+        got, wanted = (checkpoint.load(policy, part) for policy in (out.policy, whole[2].policy))
+        shapes = [{key: value.shape for key, value in found.items()} for found in (got, wanted)]
+        assert shapes[0] == shapes[1]
+    assert distance(first_moments(out.policy), first_moments(whole[2].policy)) < 1e-3
+    after = fixed_velocity(chain.engine(out.policy)) - before
+    assert float((after - step).norm() / step.norm()) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -184,10 +196,19 @@ def test_an_error_on_one_rank_is_the_same_message_on_all(
         assert word in first
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_ranks_together_count_the_flops_that_one_counts(everything: Everything, name: str) -> None:
+@pytest.mark.parametrize(("name", "world"), [case for case in CASES if case[0] != "replicas"])
+def test_ranks_together_count_the_flops_that_one_counts(everything: Everything, name: str, world: int) -> None:
     """Calls that only keep ranks in step do not count."""
-    told = json.loads((Path(everything.two[name].directory) / "rank-0.measured").read_text())
+    told = json.loads((Path(everything.chains[name, world].directory) / "rank-0.measured").read_text())
     for node in ("sample", "update"):
-        alone = everything.one[name].measured[f"0/{node}"]["flops"]
+        alone = everything.chains[name, 1].measured[f"0/{node}"]["flops"]
         assert told[f"0/{node}"]["flops"] == alone > 0
+
+
+def test_full_weights_are_written_by_every_rank_once(everything: Everything) -> None:
+    for name, world, wanted in (("full", 4, 4), ("full", 3, 3), ("replicas", 2, 2)):
+        folder = Path(everything.outs[name, world][0].policy.path)
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) <= wanted
+        one = sum(file.stat().st_size for file in Path(everything.outs[name, 1][0].policy.path).glob("*.safetensors"))
+        assert sum(file.stat().st_size for file in files) < 1.6 * one  # headers are a third of files this small

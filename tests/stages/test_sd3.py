@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.artifacts import PipelineRef
 from schemas.errors import InputError
@@ -171,3 +172,47 @@ def test_broken_weights_name_the_part(sd3_folder: Path, tmp_path: Path) -> None:
     (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(InputError, match="cannot load transformer"):
         sd3(broken).transformer()
+
+
+def test_attention_is_computed_by_the_kernel_that_is_named(sd3_folder: Path) -> None:
+    used: set[str] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            used.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    found = {}
+    for name in ("native", "_native_math"):
+        model = adapter(Sd3Model(path=str(sd3_folder), max_sequence_length=8, attention=name), None)
+        transformer, given = model.transformer(), stacked(model.encode(["one"], CPU))
+        transformer.requires_grad_(True)
+        model.checkpoint_activations(transformer)
+        used.clear()
+        latents = torch.ones(1, *model.latent_shape())
+        with Watch():
+            velocity = model.velocity(transformer, latents, torch.tensor([500.0]), Conditioning(given), 1.0)
+            velocity.square().sum().backward()  # what is computed again uses the same kernel
+        found[name] = velocity.detach()
+        assert any("flash_attention_for_cpu" in op for op in used) == (name == "native")
+    torch.testing.assert_close(found["native"], found["_native_math"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_kernel_that_this_machine_lacks_is_an_error(sd3_folder: Path) -> None:
+    model = adapter(Sd3Model(path=str(sd3_folder), max_sequence_length=8, attention="_native_cudnn"), None)
+    given = Conditioning(stacked(model.encode(["one"], CPU)))
+    with pytest.raises(InputError, match=r"`model\.attention` '_native_cudnn' cannot compute this model on cpu"):
+        model.velocity(model.transformer(), torch.ones(1, *model.latent_shape()), torch.tensor([500.0]), given, 1.0)
+
+
+def test_tiles_and_whole_pictures_are_nearly_the_same(sd3_folder: Path) -> None:
+    pictures = []
+    for tiling in (False, True):
+        model = adapter(Sd3Model(path=str(sd3_folder), max_sequence_length=8, tiling=tiling, resolution=32), None)
+        noise = torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(1))
+        pictures.append(model.decode(noise, CPU))
+        model.rest()
+        assert torch.equal(model.decode(noise, CPU), pictures[-1])
+    assert pictures[0].shape == pictures[1].shape
+    off = (pictures[0] - pictures[1]).abs()
+    assert 0 < off.mean() < 0.2

@@ -9,11 +9,12 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
-from schemas.artifacts import PolicyRef, TrajectoryTable
+from schemas.artifacts import TrajectoryTable
 from schemas.contracts import UpdateOutputs
 from schemas.errors import InputError, NonFinite, RunError
 from schemas.losses import LearningRate
-from stages.store import tables, tensors
+from stages.engine.checkpoint import load
+from stages.store import tables
 from tests.stages.chain import ODE, SDE, Chain, distance, first_gradient, rewritten, written_advantages
 
 GRPO = {"loss": {"kind": "grpo", "clip": 1e-3}}
@@ -22,10 +23,6 @@ NFT = {"loss": {"kind": "nft"}}
 
 def chain(folder: Path, directory: Path, **changes: Any) -> Chain:
     return Chain(str(folder), str(directory), **changes)
-
-
-def load(policy: PolicyRef, name: str) -> dict[str, torch.Tensor]:
-    return tensors.load(Path(policy.path) / f"{name}.safetensors")
 
 
 def base(made: Chain) -> dict[str, torch.Tensor]:
@@ -293,4 +290,6 @@ def test_nothing_is_pickled_and_lora_policies_hold_adapters_only(sd3_folder: Pat
     assert all(".lora_" in name for name in load(out.policy, "raw"))
     whole = SD3Transformer2DModel.from_pretrained(sd3_folder, subfolder="transformer")
     full = chain(sd3_folder, tmp_path / "full", lora=None).run({})[0]
+    files = sorted(path.name for path in Path(full.policy.path).iterdir())
+    assert files == ["policy.json", "shard-00001-model-00001-of-00001.safetensors"]
     assert load(full.policy, "raw").keys() == {name for name, _ in whole.named_parameters()}
