@@ -26,7 +26,9 @@ def peft_config(config: LoraConfig, targets: Sequence[str]) -> PeftLora:
 def make_trainable(module: nn.Module, config: LoraConfig | None, targets: Sequence[str]) -> None:
     """Adds adapters to a meta module, or opens all weights for training; `start_of` says what adapters begin as."""
     if config is None:
-        module.float().requires_grad_(True)
+        module.requires_grad_(True)
+        for parameter in module.parameters():  # buffers stay as the public pipeline has them
+            parameter.data = parameter.data.float()
         return
     try:
         module.add_adapter(peft_config(config, targets), ADAPTER)  # type: ignore[operator]
