@@ -18,6 +18,7 @@ _ACTOR = ("stages.transports.actor", "Actor")  # by name: it runs elsewhere
 _LOOK = 0.2  # seconds
 _TAKE = 1.0  # seconds in which an actor waits for something to tell
 _STORE = 100 * 2**20  # bytes of a local Ray's object store; only short texts go through it
+_OWN_FAULT = "creation task"  # in what Ray says of an actor that could not begin, such as code that is not there
 _MOST = 1500  # characters of what Ray says
 
 
@@ -55,13 +56,9 @@ class RayCrew:
         self._bundle = {"CPU": resources.ray.cpus_per_worker, "GPU": _gpus(self._ray, resources)}
         self.inbox = Inbox(resources.processes)
         self._endings: dict[int, str] = {}
-        self._actors: list[Any] = []
-        self._places: list[Any] = []  # answers to come: each rank's address, and whether it serves
         self._serving = False
-        placement = importlib.import_module("ray.util.placement_group")
-        self._remove = placement.remove_placement_group
-        bundles = [{name: count for name, count in self._bundle.items() if count}] * resources.processes
-        self._group = placement.placement_group(bundles, strategy=resources.ray.placement)
+        self._placement = importlib.import_module("ray.util.placement_group")
+        self._ask()
 
     def missing(self) -> str:
         """Places, then actors, then their meeting."""
@@ -69,14 +66,9 @@ class RayCrew:
             if not self._group.wait(timeout_seconds=_LOOK):
                 return f"Ray to place {self._wanted()}"
             self._actors = [self._actor(rank) for rank in range(self.inbox.ranks)]
-            self._places = [actor.place.remote() for actor in self._actors]
+            self._calls = [actor.place.remote() for actor in self._actors]
         if not self._serving and self._all_ready():
-            address, port = self._ray.get(self._places[0])
-            every = interval(self._resources.heartbeat)
-            self._places = [actor.begin.remote(address, port, every) for actor in self._actors]
-            self._serving = True
-            for rank in range(self.inbox.ranks):
-                threading.Thread(target=self._listen, args=(rank,), name=f"ray-{rank}", daemon=True).start()
+            self._serve()
         unheard = self.inbox.unheard()
         return f"Ray's actors of rank {', '.join(map(str, unheard))}" if unheard else ""
 
@@ -115,7 +107,14 @@ class RayCrew:
         """Kills the actors, also those amid a call, and gives their places back."""
         for actor in self._actors:
             self._ray.kill(actor)
-        self._remove(self._group)
+        self._placement.remove_placement_group(self._group)
+
+    def _ask(self) -> None:
+        """For places."""
+        self._actors: list[Any] = []
+        self._calls: list[Any] = []  # their first answers, to come: each rank's address
+        bundles = [{name: count for name, count in self._bundle.items() if count}] * self.inbox.ranks
+        self._group = self._placement.placement_group(bundles, strategy=self._resources.ray.placement)
 
     def _wanted(self) -> str:
         each = ", ".join(f"{count} {name}" for name, count in self._bundle.items() if count)
@@ -139,13 +138,27 @@ class RayCrew:
         return kind.options(**options).remote(str(self.log(rank)), os.getcwd())
 
     def _all_ready(self) -> bool:
-        ready, pending = self._ray.wait(self._places, num_returns=len(self._places), timeout=_LOOK)
+        ready, pending = self._ray.wait(self._calls, num_returns=len(self._calls), timeout=_LOOK)
         for call in ready:
             try:
                 self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                self._ended(self._places.index(call), error)
-        return not pending and not self.inbox.ended()
+                if _OWN_FAULT in str(error):
+                    self._ended(self._calls.index(call), error)
+                    return False
+                # For some seconds Ray also gives places on a node that has just died.
+                self.end(0)
+                self._ask()
+                return False
+        return not pending
+
+    def _serve(self) -> None:
+        address, port = self._ray.get(self._calls[0])
+        for actor in self._actors:
+            actor.begin.remote(address, port, interval(self._resources.heartbeat))
+        self._serving = True
+        for rank in range(self.inbox.ranks):
+            threading.Thread(target=self._listen, args=(rank,), name=f"ray-{rank}", daemon=True).start()
 
     def _listen(self, rank: int) -> None:
         try:
@@ -164,6 +177,7 @@ class RayCrew:
 def _connect(resources: Resources) -> None:
     """To the cluster that is named, or to one of this run's own."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it would take SIGTERM from us
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray = importlib.import_module("ray")
     address, quiet = resources.ray.address, {"log_to_driver": False, "logging_level": "ERROR"}
