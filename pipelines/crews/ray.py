@@ -182,6 +182,7 @@ def _connect(resources: Resources) -> None:
     ray = importlib.import_module("ray")
     address, quiet = resources.ray.address, {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # like other workers on this machine; Ray's default is 15
         cores = max(len(os.sched_getaffinity(0)), resources.processes * resources.ray.cpus_per_worker)
         own = {"num_cpus": cores, "object_store_memory": _STORE, "include_dashboard": False}
         ray.init(address="local", **own, **quiet)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # on a busy machine others would leave the workers nothing
 
 from ray.cluster_utils import Cluster
 
