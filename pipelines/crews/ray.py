@@ -4,7 +4,9 @@ import importlib
 import importlib.util
 import json
 import os
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ _LOOK = 0.2  # seconds
 _TAKE = 1.0  # seconds in which an actor waits for something to tell
 _STORE = 100 * 2**20  # bytes of a local Ray's object store; only short texts go through it
 _OWN_FAULT = "creation task"  # in what Ray says of an actor that could not begin, such as code that is not there
+_ANSWER = 10.0  # seconds
 _MOST = 1500  # characters of what Ray says
 
 
@@ -33,11 +36,13 @@ class RayCrews:
             raise UserError(f"{Path(hiding[0]).absolute()} would hide our own on Ray's workers; run in another folder")
         self._resources, self._logs = resources, logs
         self._connected = False
+        # Processes of a local Ray ask the kernel to die with the thread that made them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
 
     def begin(self) -> "RayCrew":
         """Asks for a placement group."""
         if not self._connected:
-            _connect(self._resources)
+            self._thread.submit(_connect, self._resources).result()
             self._connected = True
         return RayCrew(self._resources, self._logs.resolve())
 
@@ -45,6 +50,7 @@ class RayCrews:
         """Leaves the cluster; one that was started for this run ends."""
         if self._connected:
             importlib.import_module("ray").shutdown()
+        self._thread.shutdown(wait=True)
 
 
 class RayCrew:
@@ -182,14 +188,19 @@ def _connect(resources: Resources) -> None:
     ray = importlib.import_module("ray")
     address, quiet = resources.ray.address, {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # like other workers on this machine; Ray's default is 15
+        # Workers are not niced, as other launchers' are not; Ray's helpers outlive a killed command by 5 s, not by 60.
+        for name, value in {"worker_niceness": "0", "gcs_rpc_server_reconnect_timeout_s": "5"}.items():
+            os.environ.setdefault(f"RAY_{name}", value)
         cores = max(len(os.sched_getaffinity(0)), resources.processes * resources.ray.cpus_per_worker)
         own = {"num_cpus": cores, "object_store_memory": _STORE, "include_dashboard": False}
         ray.init(address="local", **own, **quiet)
         return
     try:
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), _ANSWER).close()
         ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"resources.ray.address: no Ray cluster answers at {address!r} ({' '.join(str(error).split())[:300]}); "
             "start one with `ray start --head`, or leave the address out for a local one"

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # on a busy machine others would leave the workers nothing
+# By default workers are niced, and on a busy machine others leave them nothing.
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
 from ray.cluster_utils import Cluster
 
