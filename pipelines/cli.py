@@ -18,10 +18,11 @@ from pipelines.generate import generate_command
 from pipelines.imports import import_command, prepared_import, say_imported
 from pipelines.init import init_command
 from pipelines.load import load
+from pipelines.logs import logs_command
 from pipelines.look import look_commands
 from pipelines.memory import as_json as memory_json
 from pipelines.memory import as_lines as memory_lines
-from pipelines.metrics import metrics_commands
+from pipelines.metrics import metrics_command
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
 from pipelines.sweep import as_json as sweep_json
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep = sweep_command(commands)
     sweep.set_defaults(command=_sweep)
     looking = look_commands(commands)
-    measured = metrics_commands(commands)
+    measured = (metrics_command(commands), logs_command(commands))
     views = (samples_command(commands), report_command(commands), generate_command(commands))
     track = track_command(commands)
     for command in (run, again.rerun, taking, sweep):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.group import free_port
+from pipelines.crews.local import free_port
 from schemas.artifacts import AdvantagesTable, ConditioningTable, PolicyRef, PromptsTable, TrajectoryTable
 from schemas.contracts import (
     EncodeConfig,
