@@ -64,10 +64,8 @@ class Group:
             try:
                 if self.closed:
                     raise RunError
-                crew = self._crew
-                if crew is None:
-                    crew = self._crew = self._crews.begin()
-                    self._wait(request, crew, progress)
+                crew = self._crew = self._crew or self._crews.begin()
+                self._wait(request, crew, progress)
                 crew.send(request.model_dump_json())
                 return self._collect(request, crew, progress)
             except BaseException:
@@ -75,6 +73,11 @@ class Group:
                 if self.closed:
                     raise RunError(f"{_place(request)} was stopped") from None
                 raise
+
+    def warm(self) -> None:
+        """Starts a crew that the first request will find."""
+        with self._busy:
+            self._crew = self._crew or self._crews.begin()
 
     def close(self) -> None:
         """Ends the ranks, also amid a request, which then raises RunError."""
@@ -119,8 +122,9 @@ class Group:
                 case _:
                     raise _error(request, crew, reply.rank, message)
         outputs, measured = answers[0]
-        largest = max(answer.measured[_PEAK] for answer in answers.values())
-        return Answer(outputs, {**measured, _PEAK: largest})
+        peaks = {rank: answer.measured[_PEAK] for rank, answer in sorted(answers.items())}
+        apart = {f"{_PEAK}/rank{rank}": peak for rank, peak in peaks.items()} if len(peaks) > 1 else {}
+        return Answer(outputs, {**measured, _PEAK: max(peaks.values()), **apart})
 
     def _check(self, request: StageRequest, crew: Crew, stalled: Pulse) -> None:
         """A rank without a sign of life is lost, and so are all when none gets on."""

@@ -17,6 +17,7 @@ from schemas.errors import WorkerLost
 from schemas.pulse import interval
 from schemas.record import Answer, StageRequest
 
+_HEAVY = "stages.sample"  # brings torch, diffusers and the engine
 Progress = Callable[[int, int, str], None]
 Begun = Callable[[], None]
 
@@ -35,6 +36,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def warm(self) -> None:
+        """Starts what takes long to start; does not wait for it."""
+        ...
+
     def close(self) -> None:
         """Ends what it started."""
         ...
@@ -46,7 +51,8 @@ def launcher(resources: Resources, logs: Path, retries: int) -> Launcher:
         case "inline":
             return InlineLauncher()
         case "local":
-            return GroupLauncher(LocalCrews("compute", Size.of(resources), logs), resources, logs, retries)
+            here = LocalCrews("compute", Size.of(resources), logs, _HEAVY)
+            return GroupLauncher(here, resources, logs, retries)
         case "ray":
             return GroupLauncher(RayCrews(resources, logs), resources, logs, retries)
         case "torchrun":
@@ -67,6 +73,9 @@ class InlineLauncher:
             begun()
             return self._worker.perform(request, progress)
 
+    def warm(self) -> None:
+        """This process is as warm as it is."""
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -74,7 +83,7 @@ class InlineLauncher:
 class GroupLauncher:
     """Two groups of workers: `compute`, the ranks that share the model, and `light`, one process here without torch.
 
-    Both are started when first needed and stay warm.
+    Both are started when first needed, if not before, and stay warm.
     """
 
     def __init__(self, compute: Crews, resources: Resources, logs: Path, retries: int) -> None:
@@ -91,6 +100,10 @@ class GroupLauncher:
             except WorkerLost as error:
                 progress(0, 0, f"{error}; trying again on fresh workers")
         return group.run(request, progress, begun)
+
+    def warm(self) -> None:
+        """Starts the ranks that share the model."""
+        self._groups["compute"].warm()
 
     def close(self) -> None:
         """Ends all workers and waits for them."""

@@ -28,6 +28,13 @@ class RayResources(Strict):
     )
 
 
+class Profile(Strict):
+    """Traces of what the ranks compute, for chrome://tracing or Perfetto: STAGE/profile/rank0.json.gz in the run."""
+
+    kind: Literal["torch"] = Field(default="torch", description="torch.profiler, with CUDA's events on a GPU.")
+    iterations: tuple[int, ...] = Field(min_length=1, description="Of the loop, from 0; traces are large.")
+
+
 class Resources(Strict):
     """Processes, threads and batch sizes. Changing them never makes a committed stage stale."""
 
@@ -94,6 +101,7 @@ class Resources(Strict):
         default=True,
         description="Before iteration 1 one prompt goes through the whole flow, so that nothing breaks late.",
     )
+    profile: Profile | None = Field(default=None, description="Iterations whose computing stages write a trace.")
     retries: int = Field(default=1, ge=0, description="Fresh starts after lost workers.")
 
     def gathered_in(self, node: str, stage: str) -> bool | None:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from schemas.artifacts import TableRef, refs
@@ -76,7 +77,8 @@ class Worker:
             self._verify(inputs)
         stage = importlib.import_module(f"stages.{request.stage}")
         try:
-            outputs = stage.run(config, inputs, context).model_dump(mode="json")
+            with _traced(context, contract.distributed):
+                outputs = stage.run(config, inputs, context).model_dump(mode="json")
         except Exception as error:
             if DiskFull.is_why(error):
                 raise DiskFull(f"{context.place}: the disk of {request.directory} is full") from error
@@ -103,6 +105,14 @@ class Worker:
         return self._device
 
 
+def _traced(ctx: StageContext, computes: bool) -> AbstractContextManager[None]:
+    """Writes a trace of the iterations that the resources name."""
+    wanted = ctx.resources.profile
+    if wanted is None or not computes or ctx.iteration not in wanted.iterations or ctx.rehearsal:
+        return nullcontext()
+    return importlib.import_module("stages.engine.trace").traced(ctx.directory, ctx.rank, ctx.device)
+
+
 def _peak_memory(device: str) -> float:
     """The most this process has held so far: of the device's memory, or of the machine's."""
     if device.startswith("cuda"):
@@ -126,6 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=1.0, metavar="S", help="for the local launcher: seconds between signs of life"
     )
+    parser.add_argument("--loads", metavar="MODULE", help="for the local launcher: what to load before any request")
     arguments = parser.parse_args()
     perform = Worker().perform
     if arguments.mailbox is not None:
@@ -137,7 +148,7 @@ def main() -> None:
     else:
         # Ctrl-C reaches all processes of a terminal; the launcher alone decides what comes of it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        pipe.run(perform, arguments.replies, arguments.parent, arguments.every)
+        pipe.run(perform, arguments.replies, arguments.parent, arguments.every, arguments.loads)
 
 
 if __name__ == "__main__":

@@ -41,15 +41,18 @@ class Size(NamedTuple):
 
 
 class LocalCrews:
-    """Crews called `name`. A worker asks the kernel to die with the thread that made it, so one thread makes all."""
+    """Crews called `name`. A worker asks the kernel to die with the thread that made it, so one thread makes all.
 
-    def __init__(self, name: str, size: Size, logs: Path) -> None:
-        self._name, self._size, self._logs = name, size, logs
+    `loads` names a module that they load before any request comes.
+    """
+
+    def __init__(self, name: str, size: Size, logs: Path, loads: str = "") -> None:
+        self._name, self._size, self._logs, self._loads = name, size, logs, loads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="crew")
 
     def begin(self) -> "LocalCrew":
         """Starts the processes."""
-        return self._thread.submit(LocalCrew, self._name, self._size, self._logs).result()
+        return self._thread.submit(LocalCrew, self._name, self._size, self._logs, self._loads).result()
 
     def close(self) -> None:
         """Ends the thread."""
@@ -67,7 +70,8 @@ class Rank:
 class LocalCrew:
     """A Crew."""
 
-    def __init__(self, name: str, size: Size, logs: Path) -> None:
+    def __init__(self, name: str, size: Size, logs: Path, loads: str) -> None:
+        self._loads = loads
         logs.mkdir(parents=True, exist_ok=True)
         self.inbox = Inbox(size.ranks)
         port = free_port()
@@ -131,7 +135,7 @@ class LocalCrew:
         words = [sys.executable, "-m", "stages.worker", "--replies", str(write), "--parent", str(os.getpid())]
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                [*words, "--every", str(size.every)],
+                [*words, "--every", str(size.every), *(["--loads", self._loads] if self._loads else [])],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

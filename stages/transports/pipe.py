@@ -4,6 +4,7 @@ It dies with its parent: the end of stdin, or the kernel's signal, ends it amid 
 """
 
 import ctypes
+import importlib
 import os
 import queue
 import signal
@@ -16,8 +17,11 @@ from stages.transports.serving import Perform, beat, replies, serve
 _PR_SET_PDEATHSIG = 1
 
 
-def run(perform: Perform, handle: int, parent: int, every: float) -> None:
-    """Serves until stdin ends. `handle`: of the reply pipe; `parent`: its process; `every`: seconds between beats."""
+def run(perform: Perform, handle: int, parent: int, every: float, loads: str | None) -> None:
+    """Serves until stdin ends. `handle`: of the reply pipe; `parent`: its process; `every`: seconds between beats.
+
+    `loads` names a module that is loaded while there is no request yet.
+    """
     die_with(parent)
     os.set_inheritable(handle, False)
     begin_log()
@@ -31,6 +35,8 @@ def run(perform: Perform, handle: int, parent: int, every: float) -> None:
         beat(reply, every)
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_watch, args=(_private_stdin(), lines), daemon=True).start()
+        if loads:
+            importlib.import_module(loads)
         serve(perform, reply, iter(lines.get, ""))
 
 
