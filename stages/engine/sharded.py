@@ -5,7 +5,8 @@ A tensor of part `ema` is called ``ema.NAME`` in the files; each file notes wher
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from schemas.errors import InputError
+from schemas.errors import InputError, RunError
 from stages.engine.mesh import beside
 from stages.engine.weights import local
 
@@ -36,7 +37,8 @@ def write(folder: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, 
     """Writes this rank's file; gives its digest by part, empty if it had nothing of its own. A collective."""
     state = {f"{part}.{name}": value for part, named in parts.items() for name, value in named.items()}
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    save(state, storage_writer=writer, process_group=beside())
+    with _told():
+        save(state, storage_writer=writer, process_group=beside())
     mine = file(folder, f"{dist.get_rank() + 1:05d}")
     return {part: digest(mine, part) for part in parts} if mine.is_file() else {}
 
@@ -77,10 +79,8 @@ def cut(folder: Path, prefix: str, parameters: Mapping[str, Tensor]) -> dict[str
         f"{prefix}{name}": _placed(torch.empty_like(local(parameter), dtype=torch.float32), parameter)
         for name, parameter in parameters.items()
     }
-    try:
+    with _told():
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=beside())
-    except CheckpointException as error:
-        raise ValueError(str(error)) from error
     return {name: local(state[f"{prefix}{name}"]) for name in parameters}
 
 
@@ -96,6 +96,15 @@ def whole(folder: Path, part: str) -> dict[str, Tensor]:
                 starts = zip(offsets[name]["saved_offsets"], rows.shape, strict=True)
                 out[name][tuple(slice(start, start + length) for start, length in starts)] = rows
     return {name.removeprefix(f"{part}."): out[name] for name in sorted(out)}
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """torch's exception here is no Exception, so that nothing that looks out for those would see it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RunError(f"a distributed checkpoint failed: {error}") from error
 
 
 def _fits(folder: Path, prefix: str, wanted: Mapping[str, tuple[int, ...]]) -> None:
