@@ -98,6 +98,8 @@ class Post:
 def run(perform: Perform, mailbox: Path, wait: float) -> None:
     """Serves until the foreman has no more work, or is gone; waits `wait` seconds for its first sign."""
     die_with(os.getppid())
+    if _orphan():
+        sys.exit("stages.worker: torchrun, which started it, is gone")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches torchrun, which ends its workers
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
     if missing:
@@ -113,6 +115,15 @@ def run(perform: Perform, mailbox: Path, wait: float) -> None:
     beat(reply, interval(post.foreman.heartbeat))
     threading.Thread(target=post.watch, args=(reply,), name="watch", daemon=True).start()
     serve(perform, reply, post.orders())
+
+
+def _orphan() -> bool:
+    """Whether torchrun died while this process was starting, before the kernel was asked to tell."""
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:  # another system, or another user's process
+        return False
+    return "TORCHELASTIC_RUN_ID" in os.environ and b"torch" not in parent
 
 
 def _met(mailbox: Path, wait: float) -> Foreman:
