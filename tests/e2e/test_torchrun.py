@@ -163,6 +163,7 @@ def test_errors_of_a_stage_and_frozen_workers(agents: Callable[..., Agents], tmp
         assert "compute-rank" in str(error)
         first = group.workers()
         within(lambda: len(group.workers()) == 2 and not set(first) & set(group.workers()))
+        within(lambda: len(list((tmp_path / "runs/small/mail").glob("*/*.replies"))) == 4)  # the new ones are there
         frozen = group.workers()[0]
         os.kill(frozen, signal.SIGSTOP)
         error = ended(workers, wrong(tmp_path))
@@ -190,7 +191,7 @@ def test_the_foreman_does_not_wait_for_ever(tmp_path: Path) -> None:
     resources = Resources(launcher="torchrun", processes=2, start_timeout=0.5)
     workers = launcher(resources, tmp_path / "logs", retries=0)
     try:
-        with pytest.raises(UserError, match="another command works with the workers of"):
+        with pytest.raises(UserError, match="another command works with the torchrun workers of"):
             launcher(resources, tmp_path / "logs", retries=0)
         error = ended(workers, wrong(tmp_path))
         assert isinstance(error, UserError)
