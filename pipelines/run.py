@@ -21,6 +21,7 @@ from pipelines.guards import Guards, sentence
 from pipelines.launch import Launcher, launcher
 from pipelines.lock import locked
 from pipelines.memory import check_memory
+from pipelines.overlap import forget
 from pipelines.plan import Plan, PlanNode
 from pipelines.progress import Lines
 from pipelines.prune import Pruner, prune
@@ -87,6 +88,7 @@ def run_in(
         only = _asked_for(world)
         check_space(world, only)
         check_memory(plan)
+        forget(directory)
         workers = begin()
         mirror = Mirror(plan, directory, plan.trackers, lines.note)
         try:

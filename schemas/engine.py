@@ -72,6 +72,9 @@ class Resources(Strict):
         default_factory=dict, description="Samples in one model call, by node or stage name; 8 where not named."
     )
     shard_micro_batches: int = Field(default=4, ge=1, description="Micro-batches in one Arrow shard.")
+    overlap: bool = Field(
+        default=False, description="Shards of samples are scored as they commit, beside sampling: for a core to spare."
+    )
     checkpoint_steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps between checkpoints within an update; none: it starts over."
     )
