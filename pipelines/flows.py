@@ -55,8 +55,10 @@ def run_flow(
         return plan
 
     try:
-        workers.warm()  # Prefect takes as long to start as they do
+        if not PREFECT_API_URL.value():
+            workers.warm()  # a server of our own takes as long to start as they do
         _reach_server(directory / "logs" / "prefect.log")
+        workers.warm()
         built = _flow(plan.flow, plan.description, compiled, lambda _: directory, on_change, run_name, workers)
         built(run=run_name, sets=list(sets))
     except TerminationSignal as signal:

@@ -23,7 +23,7 @@ from stages.engine.lora import ADAPTER, is_lora, peft_config
 from stages.engine.lora_file import started
 from stages.models import Adapter, adapter
 
-_FOLDER = "export"
+_FOLDER, _LORA_FILE = "export", "pytorch_lora_weights.safetensors"
 _UNWANTED = (".*", "*.fp16*", "*.bin")  # hidden files, and the same weights in another form
 _SAME_MODEL = "export with the `model` it was trained with"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -51,9 +51,14 @@ def _lora(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
     }
     # Without this metadata the loader takes alpha = rank, without a warning.
     metadata = _lora_config(config, adapter(config.model, inputs.pipeline)).to_dict()
+    metadata = {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
     StableDiffusion3Pipeline.save_lora_weights(
-        folder, transformer_lora_layers=adapters, transformer_lora_adapter_metadata=metadata
+        folder,
+        transformer_lora_layers=adapters,
+        weight_name=_LORA_FILE,
+        transformer_lora_adapter_metadata=metadata,
     )
+    _order_metadata(folder / _LORA_FILE)
 
 
 def _pipeline(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
@@ -152,3 +157,14 @@ def _recast(file: Path, dtype: torch.dtype) -> None:
         named = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in named.items()}
     save_file(cast, file, metadata=metadata)
+
+
+def _order_metadata(file: Path) -> None:
+    """Sorts the metadata in a safetensors header, which the library writes at random: same weights, same bytes."""
+    stored = file.read_bytes()
+    start = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    told = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    told += b" " * (-len(told) % 8)
+    file.write_bytes(len(told).to_bytes(8, "little") + told + stored[start:])
