@@ -158,6 +158,9 @@ def _check_update(plan: Plan, node: PlanNode, config: UpdateConfig, found: Mista
     if config.kl is not None and config.kl.kind != "velocity" and not needs.states:
         message = f"kind {config.kl.kind!r} compares steps, and {loss} trains on final latents; write `kind: velocity`"
         found.add(message, _at(plan, node, "kl"))
+    if needs.states and config.model.lora is not None and config.model.lora.dropout:
+        message = f"{loss} replays log-probs, which dropout {config.model.lora.dropout:g} would change; leave it out, "
+        found.add(f"{message}or use a loss on final latents: nft or sft", _at(plan, node, "model", "lora", "dropout"))
     drawn = source(plan, node, "trajectory")
     if drawn is None:
         return

@@ -18,8 +18,11 @@ from pipelines.generate import generate_command
 from pipelines.imports import import_command, prepared_import, say_imported
 from pipelines.init import init_command
 from pipelines.load import load
+from pipelines.logs import logs_command
 from pipelines.look import look_commands
-from pipelines.metrics import metrics_commands
+from pipelines.memory import as_json as memory_json
+from pipelines.memory import as_lines as memory_lines
+from pipelines.metrics import metrics_command
 from pipelines.plan import Plan
 from pipelines.rerun import prepared, prune_run, remove, rerun_commands
 from pipelines.sweep import as_json as sweep_json
@@ -120,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep = sweep_command(commands)
     sweep.set_defaults(command=_sweep)
     looking = look_commands(commands)
-    measured = metrics_commands(commands)
+    measured = (metrics_command(commands), logs_command(commands))
     views = (samples_command(commands), report_command(commands), generate_command(commands))
     track = track_command(commands)
     for command in (run, again.rerun, taking, sweep):
@@ -158,8 +161,12 @@ def _compiled(arguments: argparse.Namespace) -> Plan:
 
 def _plan(arguments: argparse.Namespace) -> int:
     plan = _compiled(arguments)
+    if arguments.json:
+        print(json.dumps({**json.loads(as_json(plan)), "memory": memory_json(plan)}, indent=2))
+        return 0
     disk = ["", "disk, estimated", *(f"  {line}" for line in disk_lines(plan))]
-    print(as_json(plan) if arguments.json else "\n".join([as_text(plan), *disk]))
+    memory = ["", "memory of a rank, estimated", *(f"  {line}" for line in memory_lines(plan))]
+    print("\n".join([as_text(plan), *disk, *memory]))
     return 0
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipelines import overlap
 from pipelines.decide import OnChange, decide, defaults_of, payload
 from pipelines.digests import AssetDigests
 from pipelines.facts import volatile
@@ -12,6 +13,7 @@ from pipelines.progress import Clock, Lines
 from pipelines.prune import lost_input
 from pipelines.rundir import Address, StageDirectory, outputs_of, write_request
 from pipelines.unroll import Resolved, Unrolled, identity_of
+from schemas.contracts import ScoreConfig
 from schemas.errors import InputError
 from schemas.fingerprint import fingerprint
 from schemas.record import Answer, StageRecord, StageRequest
@@ -161,8 +163,14 @@ class Executor:
             rehearsal=self.rehearsal,
         )
         write_request(partial, request)
+        early = 0
+        if isinstance(node.config, ScoreConfig):
+            early = overlap.take(self.world, node, address.iteration, partial, resolved.request["samples"])
         clock = Clock()
-        answer = self.launcher.run(request, self.lines.ticker(address, clock), clock.restart)
+        with overlap.beside(self.world, self.launcher, node, address.iteration, partial):
+            answer = self.launcher.run(request, self.lines.ticker(address, clock), clock.restart)
+        if early:
+            answer.measured["shards_scored_early"] = float(early)
         record = self._record(node, address, wanted, resolved, answer, clock)
         directory.commit(record, node.contract)
         metrics = answer.outputs.get("metrics", {})

@@ -15,7 +15,6 @@ os.environ.setdefault("PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL", "CRITICAL")
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pipelines.compile import compile_flow
 from pipelines.decide import OnChange
 from pipelines.execute import Outcome
-from pipelines.launch import launcher
+from pipelines.launch import Launcher, launcher
 from pipelines.load import load
 from pipelines.plan import Plan
 from pipelines.report import Report
@@ -50,19 +49,25 @@ def run_flow(
 ) -> Path:
     """Runs a plan as a Prefect flow run called `run_name`; errors come out as they were raised."""
     directory = runs_dir / run_name
-    _reach_server(directory / "logs" / "prefect.log")
+    workers = launcher(plan.resources, directory / "logs", 0)
 
     def compiled(_: Sequence[str]) -> Plan:
         return plan
 
-    built = _flow(plan.flow, plan.description, compiled, lambda _: directory, on_change, run_name, print_too=True)
     try:
+        if not PREFECT_API_URL.value():
+            workers.warm()  # a server of our own takes as long to start as they do
+        _reach_server(directory / "logs" / "prefect.log")
+        workers.warm()
+        built = _flow(plan.flow, plan.description, compiled, lambda _: directory, on_change, run_name, workers)
         built(run=run_name, sets=list(sets))
     except TerminationSignal as signal:
         raise KeyboardInterrupt from signal
     except (httpx.HTTPError, PrefectException) as error:
         message = f"Prefect's server at {PREFECT_API_URL.value()} failed: {type(error).__name__}: {error}"
         raise ServerLost(f"{message}; the same command goes on from the last finished stage") from error
+    finally:
+        workers.close()
     return directory
 
 
@@ -93,7 +98,7 @@ def flow_of(name: str, file: Path) -> Flow[..., str]:
         return compile_flow(load(file, name, sets), name)
 
     runs = file.resolve().parent / "runs"
-    return _flow(name, entry.description, compiled, lambda run: runs / (run or name), "stop", None, print_too=False)
+    return _flow(name, entry.description, compiled, lambda run: runs / (run or name), "stop", None, None)
 
 
 def _flow(
@@ -103,8 +108,7 @@ def _flow(
     place: Callable[[str | None], Path],
     on_change: OnChange,
     run_name: str | None,
-    *,
-    print_too: bool,
+    workers: Launcher | None,
 ) -> Flow[..., str]:
     def body(run: str | None = None, sets: list[str] | None = None) -> str:
         plan, directory = compiled(sets or []), place(run)
@@ -112,11 +116,13 @@ def _flow(
 
         def say(text: str) -> None:
             log.info(text)
-            if print_too:
+            if workers is not None:  # somebody looks at this terminal
                 say_aloud(text)
 
         # A lost worker is tried again by Prefect, which shows it; the launcher itself tries once.
-        begin = partial(launcher, plan.resources, directory / "logs", 0)
+        def begin() -> Launcher:
+            return workers or launcher(plan.resources, directory / "logs", 0)
+
         result = run_in(plan, directory, TaskCaller(plan, say), begin, say=say, on_change=on_change)
         _show(plan, directory, result)
         return str(directory)

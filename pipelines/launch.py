@@ -1,18 +1,23 @@
-"""Where stages are computed: one seam, `Launcher`, and its two ends - this process, or warm worker processes here."""
+"""Where stages are computed: one seam, `Launcher`, and its ends - this process, or a crew of warm workers somewhere."""
 
 import importlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from pipelines.group import Group, Size
+from pipelines.crews.crew import Crews
+from pipelines.crews.local import LocalCrews, Size
+from pipelines.crews.ray import RayCrews
+from pipelines.crews.torchrun import Mailbox
+from pipelines.group import Group
 from schemas.contracts import CONTRACTS
 from schemas.engine import Resources
 from schemas.errors import WorkerLost
+from schemas.pulse import interval
 from schemas.record import Answer, StageRequest
 
+_HEAVY = "stages.sample"  # brings torch, diffusers and the engine
 Progress = Callable[[int, int, str], None]
 Begun = Callable[[], None]
 
@@ -31,16 +36,27 @@ class Launcher(Protocol):
         """
         ...
 
+    def warm(self) -> None:
+        """Starts what takes long to start; does not wait for it."""
+        ...
+
     def close(self) -> None:
         """Ends what it started."""
         ...
 
 
 def launcher(resources: Resources, logs: Path, retries: int) -> Launcher:
-    """The launcher that a flow's resources name."""
-    if resources.launcher == "inline":
-        return InlineLauncher()
-    return LocalLauncher(resources, logs, retries)
+    """The launcher that a flow's resources name. UserError for what it lacks here."""
+    match resources.launcher:
+        case "inline":
+            return InlineLauncher()
+        case "local":
+            here = LocalCrews("compute", Size.of(resources), logs, _HEAVY)
+            return GroupLauncher(here, resources, logs, retries)
+        case "ray":
+            return GroupLauncher(RayCrews(resources, logs), resources, logs, retries)
+        case "torchrun":
+            return GroupLauncher(Mailbox(resources, logs.parent / "mail", logs), resources, logs, retries)
 
 
 class InlineLauncher:
@@ -57,25 +73,26 @@ class InlineLauncher:
             begun()
             return self._worker.perform(request, progress)
 
+    def warm(self) -> None:
+        """This process is as warm as it is."""
+
     def close(self) -> None:
         """Nothing was started."""
 
 
-class LocalLauncher:
-    """Worker processes on this machine: `compute`, the ranks that share the model, and `light`, one without torch.
+class GroupLauncher:
+    """Two groups of workers: `compute`, the ranks that share the model, and `light`, one process here without torch.
 
-    Both are started when first needed and stay warm. They are exec'd from one thread that lives as long as the
-    launcher, because a worker asks the kernel to die with the thread that made it.
+    Both are started when first needed, if not before, and stay warm.
     """
 
-    def __init__(self, resources: Resources, logs: Path, retries: int) -> None:
+    def __init__(self, compute: Crews, resources: Resources, logs: Path, retries: int) -> None:
         self._retries = retries
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")
-        sizes = {"compute": Size.of(resources), "light": Size(1, 1, resources.device)}
-        self._groups = {name: Group(name, size, logs, resources.timeout, self._thread) for name, size in sizes.items()}
+        light = LocalCrews("light", Size(1, 1, interval(resources.heartbeat)), logs)
+        self._groups = {"compute": Group(compute, resources), "light": Group(light, resources)}
 
     def run(self, request: StageRequest, progress: Progress, begun: Begun = unheard) -> Answer:
-        """Sends the stage to its group; a lost worker is worth a fresh group and another try."""
+        """Sends the stage to its group; a lost worker is worth a fresh crew and another try."""
         group = self._groups["compute" if CONTRACTS[request.stage].distributed else "light"]
         for _ in range(self._retries):
             try:
@@ -84,8 +101,11 @@ class LocalLauncher:
                 progress(0, 0, f"{error}; trying again on fresh workers")
         return group.run(request, progress, begun)
 
+    def warm(self) -> None:
+        """Starts the ranks that share the model."""
+        self._groups["compute"].warm()
+
     def close(self) -> None:
         """Ends all workers and waits for them."""
         for group in self._groups.values():
             group.close()
-        self._thread.shutdown(wait=True)

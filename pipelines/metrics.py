@@ -1,4 +1,4 @@
-"""`rewardflow metrics`: a table for each stage, a row an iteration; `rewardflow logs`: what workers printed."""
+"""`rewardflow metrics`: a table for each stage, a row an iteration."""
 
 import argparse
 import csv
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelines.saved import Saved, saved
 from pipelines.terminal import number, table
@@ -19,25 +19,14 @@ train/clip_fraction, ...) stand what was measured: seconds, time/... (seconds of
 mfu (share of the device's peak) and memory/peak_bytes. For a terminal each metric is one line over the iterations;
 --csv and --arrow write the whole tables, one file a stage; --json prints them.
 """
-_LOGS = """\
-What the workers of RUN printed, tracebacks among it: one log a rank, `compute-rank0` and so on, and `light-rank0` for
-stages without a model.
-"""
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24  # of a curve in a terminal
 
 Row = dict[str, float | int | None]
 
 
-class Parsers(NamedTuple):
-    """What they share with other commands is added by the caller."""
-
-    metrics: argparse.ArgumentParser
-    logs: argparse.ArgumentParser
-
-
-def metrics_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> Parsers:
-    """`metrics` and `logs`."""
+def metrics_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """`metrics`."""
     kind = argparse.RawDescriptionHelpFormatter
     metrics = commands.add_parser("metrics", help="a stage's metrics", description=_METRICS, formatter_class=kind)
     metrics.set_defaults(command=_metrics)
@@ -47,12 +36,7 @@ def metrics_commands(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     form.add_argument("--json", action="store_true", help="as JSON")
     form.add_argument("--csv", type=Path, metavar="DIR", help="write DIR/STAGE.csv")
     form.add_argument("--arrow", type=Path, metavar="DIR", help="write DIR/STAGE.arrow, an Arrow stream")
-    logs = commands.add_parser("logs", help="what a run's workers printed", description=_LOGS, formatter_class=kind)
-    logs.set_defaults(command=_logs)
-    logs.add_argument("run", metavar="RUN")
-    logs.add_argument("--rank", metavar="LOG", help="this log only, such as compute-rank0")
-    logs.add_argument("--lines", type=int, default=40, metavar="N", help="last lines of each (default: 40); 0: all")
-    return Parsers(metrics, logs)
+    return metrics
 
 
 def tables(run: Saved, nodes: Sequence[str] = ()) -> dict[str, list[Row]]:
@@ -147,17 +131,3 @@ def _write_arrow(folder: Path, node: str, rows: Sequence[Mapping[str, Any]]) -> 
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, made.schema) as stream:
         stream.write_table(made)
     return path
-
-
-def _logs(arguments: argparse.Namespace) -> int:
-    run = saved(arguments.runs, arguments.run)
-    found = {file.stem: file for file in sorted(run.run.logs.glob("*.log"))}
-    if not found:
-        raise UserError(f"the run {run.run.path} has no logs: no worker process was started for it yet")
-    if arguments.rank is not None and arguments.rank not in found:
-        raise UserError(f"--rank: no log {arguments.rank!r}. {closest(arguments.rank, found)}")
-    for name, file in found.items():
-        if arguments.rank in (None, name):
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            print("\n".join([f"==> {file} <==", *lines[-arguments.lines :], ""]))
-    return 0

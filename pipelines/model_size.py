@@ -1,7 +1,9 @@
 """How large a model's latents, pictures and weights are, from the JSON and the safetensors headers in its folder."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +11,21 @@ from schemas.models import ModelConfig
 
 
 class ModelSize(NamedTuple):
-    """Numbers in a sample's latents and a prompt's embeddings, a picture's pixels, trained weights, bytes on disk."""
+    """Numbers in a sample's latents and a prompt's embeddings, a picture's pixels, trained weights, bytes on disk.
+
+    `text` are tokens; `transformer` and `vae` are their config.json; `shapes` are the transformer's tensors by name.
+    """
 
     latents: int
     pixels: int
     embeddings: int
     trained: int
     bytes: int
+    latent_side: int
+    text: int
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
 
 
 def model_size(config: ModelConfig) -> ModelSize | None:
@@ -27,26 +37,38 @@ def model_size(config: ModelConfig) -> ModelSize | None:
         transformer, vae = (_json(folder / part / "config.json") for part in ("transformer", "vae"))
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         side = config.resolution or int(transformer["sample_size"]) * factor
-        tokens = config.max_sequence_length + 77
-        embeddings = tokens * int(transformer["joint_attention_dim"]) + int(transformer["pooled_projection_dim"])
+        text = config.max_sequence_length + _clip_tokens(folder)
+        embeddings = text * int(transformer["joint_attention_dim"]) + int(transformer["pooled_projection_dim"])
         latents = int(transformer["in_channels"]) * (side // factor) ** 2
-        shapes = _shapes(folder / "transformer")
+        shapes = tensor_shapes(folder / "transformer")
     except (OSError, ValueError, KeyError, TypeError):  # the stage that loads it says what is wrong
         return None
     whole = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return ModelSize(latents, side * side, embeddings, _trained(config, shapes), whole)
+    trained = _trained(config, shapes)
+    return ModelSize(latents, side * side, embeddings, trained, whole, side // factor, text, transformer, vae, shapes)
 
 
 def _trained(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> int:
     if config.lora is None:
-        return sum(_product(shape) for shape in shapes.values())
+        return count(shapes.values())
     ends = tuple(f".{target}.weight" for target in config.lora.targets or config.lora_targets)
     chosen = [shape for name, shape in shapes.items() if f".{name}".endswith(ends) and len(shape) == 2]
-    return sum(config.lora.rank * (rows + columns) for rows, columns in chosen)
+    return sum(config.lora.rank * (rows + columns) + config.lora.dora * rows for rows, columns in chosen)
+
+
+def _clip_tokens(folder: Path) -> int:
+    """Tokens of the CLIP branch: its tokenizer pads to its longest."""
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    return int(_json(file).get("model_max_length", 77)) if file.is_file() else 77
+
+
+def count(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Numbers in tensors of these shapes."""
+    return sum(map(prod, shapes))
 
 
 @cache
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of all tensors in a folder's safetensors files; a header is JSON behind its length in 8 bytes."""
     out: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -54,13 +76,6 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         out |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return out
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    number = 1
-    for side in shape:
-        number *= side
-    return number
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from schemas.errors import InputError, closest
 from schemas.fingerprint import assets
 from schemas.flow import Flow, Loop, NodeOptions
 from schemas.imports import ImportSamplesConfig
+from schemas.lora_file import lora_file
+from schemas.models import ModelConfig
 
 RESERVED = frozenset(("carry", "loop", "model", *Flow.model_fields, *Loop.model_fields))
 _PROMPT_FILES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
@@ -152,7 +154,8 @@ def _with_assets(config: StageConfig, base: Path, at: At, model_at: At, found: M
     for field, path in assets(out):
         steps = tuple(field.split("."))
         here = (*model_at, *steps[1:]) if steps[0] == "model" else (*at, *steps)
-        message = _problem(config)(given[field], path, base)
+        check = _lora_problem(out) if field.endswith("lora.start") else _problem(config)
+        message = check(given[field], path, base)
         if message:
             found.add(message, here)
     if isinstance(out, PromptsConfig):
@@ -224,6 +227,23 @@ def _pictures_problem(given: str, path: str, base: Path) -> str | None:
     if missing is None and Path(path).is_file():
         return f"{path} is a file; name the folder that holds the pictures"
     return missing
+
+
+def _lora_problem(config: StageConfig) -> Callable[[str, str, Path], str | None]:
+    """Of the LoRA that a config starts from: it must be there, and be what the config says."""
+    model: ModelConfig = dict(config)["model"]
+
+    def problem(given: str, path: str, base: Path) -> str | None:
+        missing = _missing(given, path, base, "LoRA")
+        if missing or model.lora is None or not Path(path).exists():
+            return missing
+        try:
+            lora_file(Path(path)).check(model.lora, model.lora_targets)
+        except InputError as error:
+            return str(error)
+        return None
+
+    return problem
 
 
 def _model_problem(given: str, path: str, base: Path) -> str | None:

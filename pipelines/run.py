@@ -20,6 +20,8 @@ from pipelines.execute import Executor, Outcome
 from pipelines.guards import Guards, sentence
 from pipelines.launch import Launcher, launcher
 from pipelines.lock import locked
+from pipelines.memory import check_memory
+from pipelines.overlap import forget
 from pipelines.plan import Plan, PlanNode
 from pipelines.progress import Lines
 from pipelines.prune import Pruner, prune
@@ -85,6 +87,8 @@ def run_in(
         lines, world = Lines(say), Unrolled(plan, run)
         only = _asked_for(world)
         check_space(world, only)
+        check_memory(plan)
+        forget(directory)
         workers = begin()
         mirror = Mirror(plan, directory, plan.trackers, lines.note)
         try:

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from pipelines.group import free_port
+from pipelines.crews.local import free_port
 from schemas.errors import RunError
 
 _PATIENCE = 120.0  # seconds; Prefect's own 20 are too few on a busy machine

@@ -5,11 +5,15 @@ Tensors of one shape are ``FixedSizeList<float32|float16>`` with the shape as JS
 Images are ``struct<bytes, path>`` (PNG) and the ``huggingface`` schema metadata names them, so they decode.
 """
 
+import hashlib
 import json
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
 import pyarrow as pa
+
+from schemas.artifacts import Shard
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 _ARROW_FLOAT = {"float32": pa.float32(), "float16": pa.float16()}
@@ -98,6 +102,20 @@ def advantages_schema() -> pa.Schema:
     """One row a sample. `advantage` is null where the sample left the statistics; `reward` is the weighted sum."""
     names = [("sample_id", pa.string()), ("prompt_id", pa.string())]
     return pa.schema([*names, ("reward", pa.float64()), ("advantage", pa.float64())])
+
+
+def table_digest(schema: pa.Schema, shards: Sequence[Shard]) -> str:
+    """SHA-256 over names, types and the shards' digests in order."""
+    digest = hashlib.sha256(fields_of(schema))
+    for shard in shards:
+        digest.update(f"{shard.rows}:{shard.digest};".encode())
+    return digest.hexdigest()
+
+
+def fields_of(schema: pa.Schema) -> bytes:
+    """Names, types and shapes of the columns, for digests."""
+    told = ((field.name, field.type, (field.metadata or {}).get(b"shape", b"").decode()) for field in schema)
+    return "".join(f"{name!r}:{kind}:{shape};" for name, kind, shape in told).encode()
 
 
 def _huggingface(schema: pa.Schema) -> dict[str, str]:

@@ -19,10 +19,11 @@ from schemas.contracts import ExportConfig, ExportInputs, ExportOutputs
 from schemas.errors import InputError
 from stages.context import StageContext
 from stages.engine import checkpoint
-from stages.engine.lora import ADAPTER, peft_config
+from stages.engine.lora import ADAPTER, is_lora, peft_config
+from stages.engine.lora_file import started
 from stages.models import Adapter, adapter
 
-_FOLDER = "export"
+_FOLDER, _LORA_FILE = "export", "pytorch_lora_weights.safetensors"
 _UNWANTED = (".*", "*.fp16*", "*.bin")  # hidden files, and the same weights in another form
 _SAME_MODEL = "export with the `model` it was trained with"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -42,7 +43,7 @@ def run(config: ExportConfig, inputs: ExportInputs, ctx: StageContext) -> Export
 
 def _lora(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
     if inputs.policy is None or inputs.policy.trainable != "lora":
-        kind = "the base model" if inputs.policy is None else "a policy of full weights"
+        kind = "the untrained model" if inputs.policy is None else "a policy of full weights"
         raise InputError(f"`format: lora` cannot export {kind}; set `format: pipeline`")
     weights = _weights(inputs.policy, config.weights)
     adapters: dict[str, nn.Module | Tensor] = {
@@ -50,9 +51,14 @@ def _lora(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
     }
     # Without this metadata the loader takes alpha = rank, without a warning.
     metadata = _lora_config(config, adapter(config.model, inputs.pipeline)).to_dict()
+    metadata = {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
     StableDiffusion3Pipeline.save_lora_weights(
-        folder, transformer_lora_layers=adapters, transformer_lora_adapter_metadata=metadata
+        folder,
+        transformer_lora_layers=adapters,
+        weight_name=_LORA_FILE,
+        transformer_lora_adapter_metadata=metadata,
     )
+    _order_metadata(folder / _LORA_FILE)
 
 
 def _pipeline(config: ExportConfig, inputs: ExportInputs, folder: Path) -> None:
@@ -83,19 +89,34 @@ def _updated(config: ExportConfig, model: Adapter, policy: PolicyRef | None) -> 
     assert isinstance(transformer, SD3Transformer2DModel)
     transformer.float()
     if policy is None:
-        return transformer
+        return _begun(config, model, transformer)
     if policy.trainable == "lora":
         transformer.add_adapter(_lora_config(config, model), ADAPTER)
     _put(transformer, _weights(policy, config.weights), policy)
-    if policy.trainable == "lora":
-        transformer.fuse_lora(adapter_names=[ADAPTER])
-        transformer.unload_lora()
+    return _merged(transformer) if policy.trainable == "lora" else transformer
+
+
+def _begun(config: ExportConfig, model: Adapter, transformer: SD3Transformer2DModel) -> SD3Transformer2DModel:
+    """The untrained transformer: the base, with the LoRA that training starts from, if there is one."""
+    lora = config.model.lora
+    if lora is None or lora.start is None:
+        return transformer
+    transformer.add_adapter(_lora_config(config, model), ADAPTER)
+    own = {name: parameter for name, parameter in transformer.named_parameters() if is_lora(name)}
+    for name, value in started(lora, model.lora_targets, own).items():
+        own[name].data.copy_(value)
+    return _merged(transformer)
+
+
+def _merged(transformer: SD3Transformer2DModel) -> SD3Transformer2DModel:
+    transformer.fuse_lora(adapter_names=[ADAPTER])
+    transformer.unload_lora()
     return transformer
 
 
 def _put(transformer: nn.Module, weights: dict[str, Tensor], policy: PolicyRef) -> None:
     own = dict(transformer.named_parameters())
-    trained = {name for name in own if ".lora_" in name} if policy.trainable == "lora" else set(own)
+    trained = set(filter(is_lora, own)) if policy.trainable == "lora" else set(own)
     if weights.keys() != trained:
         odd = sorted(weights.keys() ^ trained)
         raise InputError(
@@ -136,3 +157,14 @@ def _recast(file: Path, dtype: torch.dtype) -> None:
         named = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no mapping
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in named.items()}
     save_file(cast, file, metadata=metadata)
+
+
+def _order_metadata(file: Path) -> None:
+    """Sorts the metadata in a safetensors header, which the library writes at random: same weights, same bytes."""
+    stored = file.read_bytes()
+    start = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    told = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    told += b" " * (-len(told) % 8)
+    file.write_bytes(len(told).to_bytes(8, "little") + told + stored[start:])

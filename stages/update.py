@@ -16,6 +16,7 @@ from schemas.losses import OldPolicyConfig
 from stages.behind import Behind
 from stages.context import StageContext
 from stages.engine import checkpoint
+from stages.engine.dropout import dropout
 from stages.engine.mesh import total
 from stages.engine.optim import Optimizer
 from stages.engine.policy import BASE, Engine, changing, resident
@@ -125,11 +126,12 @@ def _backward(
     others, bad = _others(engine, goal, mine), []
     for place, ((unit, counts), other) in enumerate(zip(mine, others, strict=True), start=1):
         sync_gradients(engine.module, place == len(mine))
-        with engine.flops.counted(counts):
+        seeds = goal.rows.seeds(ctx, unit.rows, unit.epoch, unit.step)
+        with engine.flops.counted(counts), dropout(engine.module, seeds):
             velocity = goal.velocity(engine, unit)
         terms = goal.terms(unit, velocity, other)
         weight = goal.rows.weight(unit.rows) * float(counts)
-        with engine.flops.counted(counts):
+        with engine.flops.counted(counts), dropout(engine.module, seeds):
             # FSDP averages over ranks.
             engine.backward((terms.loss * weight).sum() / count * ctx.world_size, len(unit.rows))
         if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight):

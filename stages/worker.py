@@ -1,25 +1,16 @@
-"""A worker process: takes requests as JSON lines on stdin, runs stages, replies on a pipe of its own.
+"""A worker: one rank that runs stages and keeps warm what they need again. How requests come is a transport's.
 
-It dies with its parent: the end of stdin, or the kernel's signal, ends it amid whatever it does.
 A worker that gets no distributed stage never imports torch.
 """
 
 import argparse
-import contextlib
-import ctypes
 import importlib
-import json
 import os
-import queue
 import resource
 import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
 
 from schemas.artifacts import TableRef, refs
 from schemas.contracts import CONTRACTS
@@ -29,11 +20,23 @@ from schemas.record import Answer, StageRequest
 from stages.clock import Clock
 from stages.context import StageContext
 from stages.store import tables
+from stages.transports import mailbox, pipe
+from stages.transports.serving import Progress
 
-_PR_SET_PDEATHSIG = 1
-_REPORT_EVERY = 0.5  # seconds
+_ABOUT = """\
+A worker process. The local launcher starts its own; start these by torchrun, for Slurm and Kubernetes:
 
-Progress = Callable[[int, int, str], None]
+  on each node   torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d
+                   --rdzv-endpoint HOST:29500 -m stages.worker --mailbox /shared/runs/NAME/mail
+  once, anywhere rewardflow run FLOW --as NAME --runs /shared/runs
+                   --set resources.launcher=torchrun --set resources.processes=16
+
+Either may be started first. Runs, models and prompt files lie on a file system that all nodes see under the same
+path. Ranks must be as many as resources.processes. Threads a rank: resources.threads, else OMP_NUM_THREADS, which
+torchrun sets to 1. When a rank is lost, all leave, torchrun starts them again (--max-restarts, 0 by default), and the
+stage is tried once more. Workers leave with exit code 0 when the run is over, and when the foreman gives no sign for
+resources.heartbeat seconds; on NFS that must be longer than its attribute cache (actimeo).
+"""
 
 
 class Worker:
@@ -74,7 +77,8 @@ class Worker:
             self._verify(inputs)
         stage = importlib.import_module(f"stages.{request.stage}")
         try:
-            outputs = stage.run(config, inputs, context).model_dump(mode="json")
+            with _traced(context, contract.distributed):
+                outputs = stage.run(config, inputs, context).model_dump(mode="json")
         except Exception as error:
             if DiskFull.is_why(error):
                 raise DiskFull(f"{context.place}: the disk of {request.directory} is full") from error
@@ -101,22 +105,12 @@ class Worker:
         return self._device
 
 
-def serve(replies: TextIO, requests: Iterator[str]) -> None:
-    """Performs requests until there are no more."""
-    worker = Worker()
-
-    def reply(kind: str, **message: Any) -> None:
-        replies.write(json.dumps({"kind": kind, **message}) + "\n")
-        replies.flush()
-
-    for line in requests:
-        try:
-            answer = worker.perform(StageRequest.model_validate_json(line), _sparse(reply))
-            reply("done", **answer._asdict())
-        except Exception as error:  # the launcher raises it again, where the user is
-            reply("error", type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
-            with contextlib.suppress(OSError):  # the log's disk may be full
-                traceback.print_exc()
+def _traced(ctx: StageContext, computes: bool) -> AbstractContextManager[None]:
+    """Writes a trace of the iterations that the resources name."""
+    wanted = ctx.resources.profile
+    if wanted is None or not computes or ctx.iteration not in wanted.iterations or ctx.rehearsal:
+        return nullcontext()
+    return importlib.import_module("stages.engine.trace").traced(ctx.directory, ctx.rank, ctx.device)
 
 
 def _peak_memory(device: str) -> float:
@@ -127,55 +121,34 @@ def _peak_memory(device: str) -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _sparse(reply: Callable[..., None]) -> Progress:
-    last = 0.0
-
-    def progress(done: int, total: int, unit: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _REPORT_EVERY:
-            last = time.monotonic()
-            reply("progress", done=done, total=total, unit=unit)
-
-    return progress
-
-
 def main() -> None:
-    """`python -m stages.worker --replies FD --parent PID`: started by a launcher, not by people."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--replies", type=int, required=True, help="file descriptor of the pipe for replies")
-    parser.add_argument("--parent", type=int, required=True, help="process to die with")
+    """Chooses how requests come."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stages.worker", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--mailbox", type=Path, metavar="DIR", help="folder where the foreman is met: RUN/mail")
+    way.add_argument("--replies", type=int, metavar="FD", help="for the local launcher: descriptor of the reply pipe")
+    parser.add_argument(
+        "--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the foreman (default: 600)"
+    )
+    parser.add_argument("--parent", type=int, metavar="PID", help="for the local launcher: process to die with")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="for the local launcher: seconds between signs of life"
+    )
+    parser.add_argument("--loads", metavar="MODULE", help="for the local launcher: what to load before any request")
     arguments = parser.parse_args()
-    # Ctrl-C reaches all processes of a terminal; the launcher alone decides what comes of it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(arguments.parent)
-    os.set_inheritable(arguments.replies, False)
-    lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_watch, args=(_private_stdin(), lines), daemon=True).start()
-    with open(arguments.replies, "w", encoding="utf-8") as replies:
-        serve(replies, iter(lines.get, ""))
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
-
-
-def _private_stdin() -> int:
-    """The request pipe under a number that no child inherits; stdin itself becomes empty."""
-    pipe = os.dup(0)  # not inheritable
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    return pipe
-
-
-def _watch(pipe: int, lines: "queue.Queue[str]") -> None:
-    with open(pipe, encoding="utf-8") as stream:
-        for line in stream:
-            lines.put(line)
-    os._exit(0)  # the parent is gone, or has no more work
+    perform = Worker().perform
+    if arguments.mailbox is not None:
+        # `-m` puts the working folder first; there a user's file may have the name of any package.
+        sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+        mailbox.run(perform, arguments.mailbox, arguments.wait)
+    elif arguments.parent is None:
+        parser.error("--replies wants --parent")
+    else:
+        # Ctrl-C reaches all processes of a terminal; the launcher alone decides what comes of it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pipe.run(perform, arguments.replies, arguments.parent, arguments.every, arguments.loads)
 
 
 if __name__ == "__main__":

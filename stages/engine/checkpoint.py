@@ -222,7 +222,7 @@ def _again(policy: PolicyRef) -> str:
 
 def _form(config: ModelConfig) -> dict[str, object]:
     """What gives the tensors their meaning."""
-    return {"kind": config.kind, "lora": None if config.lora is None else config.lora.model_dump(mode="json")}
+    return {"kind": config.kind, "lora": None if config.lora is None else config.lora.form}
 
 
 def _write_whole(folder: Path, parts: Mapping[str, dict[str, Tensor]]) -> dict[str, str]:

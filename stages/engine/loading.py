@@ -3,7 +3,7 @@
 The module is made on the meta device and sharded there, so that no process ever holds the whole model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from schemas.errors import InputError
-from stages.engine.lora import is_adapter, start_of
+from schemas.models import LoraConfig
+from stages.engine.lora import is_lora, measured_layer, start_of
 from stages.engine.weights import cut, local
 
 _LAYER = ".base_layer."  # what PEFT puts between a wrapped layer's name and its tensor's
 
 
-def fill(module: nn.Module, paths: Sequence[Path], device: torch.device, rest: torch.device) -> None:
+def fill(
+    module: nn.Module, paths: Sequence[Path], lora: LoraConfig | None, device: torch.device, rest: torch.device
+) -> None:
     """Gives a sharded meta module its weights from safetensors files; adapters start as drawn.
 
     Buffers go to `device`, sharded parameters to `rest`. InputError for a file that is broken, and names the first
@@ -38,9 +41,12 @@ def fill(module: nn.Module, paths: Sequence[Path], device: torch.device, rest: t
         place = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
         stored = {name: place.pop(name.replace(_LAYER, "."), None) for name, _ in _saved(module)}
         _all_there(stored, place, folder)
-        for name, parameter in module.named_parameters():
-            value = _rows(stored[name], name, parameter, folder) if name in stored else _drawn(name, parameter)
-            local(parameter).copy_(value)
+        parameters = dict(module.named_parameters())
+        for name in stored.keys() & parameters.keys():
+            local(parameters[name]).copy_(_rows(stored[name], name, parameters[name], folder))
+        for name, parameter in parameters.items():
+            if lora is not None and is_lora(name):
+                local(parameter).copy_(_begun(name, parameters, lora))
         for name, value in buffers.items():
             file = stored.get(name)
             owner, _, leaf = name.rpartition(".")
@@ -50,7 +56,7 @@ def fill(module: nn.Module, paths: Sequence[Path], device: torch.device, rest: t
 
 def _saved(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that a file should have."""
-    return [(name, value) for name, value in module.state_dict().items() if not is_adapter(name)]
+    return [(name, value) for name, value in module.state_dict().items() if not is_lora(name)]
 
 
 def _all_there(stored: dict[str, Any], left: dict[str, Any], folder: Path) -> None:
@@ -77,5 +83,9 @@ def _rows(file: Any, name: str, parameter: Tensor, folder: Path) -> Tensor:
     return view[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
 
 
-def _drawn(name: str, parameter: Tensor) -> Tensor:
-    return cut(start_of(name, tuple(parameter.shape)), parameter)
+def _begun(name: str, parameters: Mapping[str, Tensor], lora: LoraConfig) -> Tensor:
+    """This rank's part of an adapter's tensor; a DoRA magnitude is cut as the rows that it measures."""
+    layer = measured_layer(name)
+    if layer:
+        return torch.linalg.norm(local(parameters[f"{layer}{_LAYER}weight"]), dim=1)
+    return cut(start_of(name, tuple(parameters[name].shape), lora), parameters[name])

@@ -17,6 +17,7 @@ from stages.engine import checkpoint
 from stages.engine.flops import FlopMeter
 from stages.engine.loading import fill
 from stages.engine.lora import make_trainable
+from stages.engine.lora_file import started
 from stages.engine.mesh import mesh
 from stages.engine.optim import Optimizer
 from stages.engine.shard import Timed, free_after_forward, frees_blocks, shard
@@ -52,6 +53,8 @@ class Engine:
         self.compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.module: nn.Module = self._built()
         self.weights = Weights(self.module, form.replicas)
+        if config.lora is not None and config.lora.start is not None:
+            self.weights.begin(started(config.lora, self.adapter.lora_targets, self.weights.parameters))
         self.optimizer: Optimizer | None = None
         self.digest: str | None = BASE
         self.updates = 0
@@ -65,8 +68,9 @@ class Engine:
             for block in blocks:
                 block.compile()
         offload = "parameters" in self.form.offload
+        rest = torch.device("cpu") if offload else self.device
         shard(module, blocks, self.mesh, self.compute, lambda name: self.timed(name), offload)
-        fill(module, self.adapter.weights(), self.device, torch.device("cpu") if offload else self.device)
+        fill(module, self.adapter.weights(), self.config.lora, self.device, rest)
         return module.eval()
 
     def _shell(self) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from schemas.losses import WeightSet
-from stages.engine.lora import zero_in_base
+from stages.engine.lora import base_of, is_lora
 from stages.engine.shard import reshard
 
 Shards = dict[str, Tensor]
@@ -25,14 +25,19 @@ class Weights:
         self.module, self.copies = module, copies
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.sets: dict[str, Shards] = {}
-        lora = any(map(zero_in_base, self.parameters))
-        # The base of a LoRA needs no copy: lora_B is 0 there. The start of full training is kept on the CPU.
+        lora = any(map(is_lora, self.parameters))
+        # The base of a LoRA needs a copy of its smallest part only. The start of full training is kept on the CPU.
         self.base: Shards = {
-            name: torch.zeros_like(local) if lora else local.cpu().clone()
+            name: shard
             for name, local in self.raw().items()
-            if not lora or zero_in_base(name)
+            if (shard := base_of(name, local) if lora else local.cpu().clone()) is not None
         }
         self.start: Shards = {name: local.cpu().clone() for name, local in self.raw().items()} if lora else self.base
+
+    def begin(self, whole: Mapping[str, Tensor]) -> None:
+        """Training starts from these whole tensors; the base stays. ValueError when they are not those of the model."""
+        self.start = {name: shard.cpu() for name, shard in self.cut(whole).items()}
+        self.put(self.start)
 
     def raw(self) -> Shards:
         """This rank's part of each trainable tensor, sharing memory with the parameters."""

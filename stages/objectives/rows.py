@@ -10,6 +10,7 @@ from schemas.artifacts import AdvantagesTable
 from schemas.contracts import UpdateInputs
 from schemas.errors import InputError, NonFinite
 from schemas.losses import LossConfig
+from schemas.seeds import seed_of
 from stages.context import StageContext
 from stages.engine.embeddings import Embeddings
 from stages.models import Conditioning
@@ -50,6 +51,11 @@ class Rows:
         """Embeddings of a batch of prompts."""
         with self.timed("data"):
             return self.embeddings.of(prompt_ids, guided)
+
+    def seeds(self, ctx: StageContext, rows: Sequence[int], epoch: int, number: int) -> list[int]:
+        """Of the dropout in a model call, one a sample."""
+        parts = (ctx.seed, ctx.iteration or 0, epoch)
+        return [seed_of(*parts, self.sample_ids[row], number, "dropout") for row in rows]
 
     def weight(self, rows: Sequence[int]) -> Tensor:
         """1 for samples that count, 0 for those that left: (batch,) float32."""

@@ -7,32 +7,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.artifacts import Shard
-
-
-def table_digest(schema: pa.Schema, shards: tuple[Shard, ...]) -> str:
-    """SHA-256 over names, types and the shards' digests in order."""
-    digest = hashlib.sha256()
-    _add_fields(digest, schema)
-    for shard in shards:
-        digest.update(f"{shard.rows}:{shard.digest};".encode())
-    return digest.hexdigest()
+from schemas.tables import fields_of
 
 
 def columns_digest(table: pa.Table) -> str:
     """SHA-256 over names, types and values. Offsets, slices, chunks and what lies under a null do not count."""
     digest = hashlib.sha256()
-    _add_fields(digest, table.schema)
+    digest.update(fields_of(table.schema))
     for column in table.columns:
         whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
         _add(digest, whole)
     return digest.hexdigest()
-
-
-def _add_fields(digest: Any, schema: pa.Schema) -> None:
-    for field in schema:
-        shape = (field.metadata or {}).get(b"shape", b"").decode()
-        digest.update(f"{field.name!r}:{field.type}:{shape};".encode())
 
 
 def _add(digest: Any, array: pa.Array) -> None:

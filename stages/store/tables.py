@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from schemas.artifacts import Shard, TableRef
 from schemas.errors import InputError
-from schemas.tables import tensor_shape
-from stages.store.digests import columns_digest, table_digest
+from schemas.tables import table_digest, tensor_shape
+from stages.store.digests import columns_digest
 from stages.store.files import written
 
 T = TypeVar("T", bound=TableRef)

@@ -88,6 +88,9 @@ class BenchLauncher:
                 outputs[name]["policy"] = (request.inputs.get("policy") or {}).get("digest", "")
         return Answer(outputs, {"memory/peak_bytes": 1.0})
 
+    def warm(self) -> None:
+        """There is nothing to start."""
+
     def close(self) -> None:
         self.closed = True
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.group import free_port
+from pipelines.crews.local import free_port
 from pipelines.server import server_command
 
 _PATIENCE = 180.0  # seconds, on a busy machine

@@ -22,7 +22,7 @@ TINY += [word for node in ONE for word in ("--set", f"{node}.per_prompt=1")]
 def test_plan_tells_what_a_run_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "shapes", *EXAMPLE, "--set", "keep=null"]) == 0
     text = capsys.readouterr().out
-    lines = [line.strip() for line in text[text.index("disk, estimated") :].splitlines()]
+    lines = [line.strip() for line in text[text.index("disk, estimated") : text.index("\nmemory")].splitlines()]
     assert [line.split(":")[0] for line in lines[1:]] == ["sample", "update", "eval", "the run"]
     assert lines[2] == "update: 45.7 MB"  # (raw, old, ema, two moments) x 2.29 million weights x 4 bytes
     assert lines[4] == "the run: 3.8 GB"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.launch import LocalLauncher, launcher
+from pipelines.launch import Launcher, launcher
 from schemas.engine import Resources
 from schemas.errors import InputError, RunError, StageFailed, WorkerLost
 from schemas.record import StageRequest
@@ -23,8 +23,8 @@ def quiet(done: int, total: int, unit: str) -> None:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[LocalLauncher]:
-    workers = LocalLauncher(Resources(), tmp_path / "logs", retries=0)
+def local(tmp_path: Path) -> Iterator[Launcher]:
+    workers = launcher(Resources(), tmp_path / "logs", retries=0)
     yield workers
     workers.close()
 
@@ -41,14 +41,14 @@ def ordered(tmp_path: Path, stage: str, config: dict[str, object], inputs: dict[
     return StageRequest(stage=stage, node=stage, config=config, inputs=inputs, directory=str(directory))
 
 
-def long_request(tmp_path: Path, workers: LocalLauncher, prompts: StageRequest, per_prompt: int) -> StageRequest:
+def long_request(tmp_path: Path, workers: Launcher, prompts: StageRequest, per_prompt: int) -> StageRequest:
     """A render stage that reports progress for as long as the test needs."""
     chosen = workers.run(prompts, quiet).outputs["chosen"]
     located = {**chosen, "path": str(Path(prompts.directory) / chosen["path"])}
     return ordered(tmp_path, "render", {"per_prompt": per_prompt}, {"prompts": located})
 
 
-def test_stage_runs_in_a_warm_worker_without_torch(local: LocalLauncher, prompts: StageRequest) -> None:
+def test_stage_runs_in_a_warm_worker_without_torch(local: Launcher, prompts: StageRequest) -> None:
     first = local.run(prompts, quiet)
     assert (first.outputs["chosen"]["rows"], first.outputs["chosen"]["path"]) == (2, "chosen")
     (worker,) = workers_of(os.getpid())
@@ -62,7 +62,7 @@ def test_stage_runs_in_a_warm_worker_without_torch(local: LocalLauncher, prompts
 
 
 def test_users_errors_keep_their_class_and_the_next_request_works(
-    local: LocalLauncher, prompts: StageRequest, tmp_path: Path
+    local: Launcher, prompts: StageRequest, tmp_path: Path
 ) -> None:
     lost = prompts.model_copy(update={"config": {"path": str(tmp_path / "missing.txt")}})
     with pytest.raises(InputError, match=r"missing\.txt") as caught:
@@ -71,13 +71,13 @@ def test_users_errors_keep_their_class_and_the_next_request_works(
     assert local.run(prompts, quiet).outputs["chosen"]["rows"] == 2
 
 
-def test_other_errors_come_with_rank_and_traceback(local: LocalLauncher, prompts: StageRequest) -> None:
+def test_other_errors_come_with_rank_and_traceback(local: Launcher, prompts: StageRequest) -> None:
     wrong = prompts.model_copy(update={"config": {"pth": "x"}})
     with pytest.raises(StageFailed, match=r"(?s)prompts failed on rank 0.*pth.*Traceback.*light-rank0\.log"):
         local.run(wrong, quiet)
 
 
-def test_a_killed_worker_is_lost(local: LocalLauncher, prompts: StageRequest, tmp_path: Path) -> None:
+def test_a_killed_worker_is_lost(local: Launcher, prompts: StageRequest, tmp_path: Path) -> None:
     request = long_request(tmp_path, local, prompts, 200_000)
 
     def kill(done: int, total: int, unit: str) -> None:
@@ -90,7 +90,7 @@ def test_a_killed_worker_is_lost(local: LocalLauncher, prompts: StageRequest, tm
 
 
 def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageRequest) -> None:
-    workers = LocalLauncher(Resources(), tmp_path / "logs", retries=1)
+    workers = launcher(Resources(), tmp_path / "logs", retries=1)
     try:
         request = long_request(tmp_path, workers, prompts, 200)
         said: list[str] = []
@@ -110,7 +110,7 @@ def test_a_lost_worker_is_worth_another_try(tmp_path: Path, prompts: StageReques
 
 
 def test_silence_beyond_the_timeout_counts_as_lost(tmp_path: Path, prompts: StageRequest) -> None:
-    workers = LocalLauncher(Resources(timeout=0.01), tmp_path / "logs", retries=0)
+    workers = launcher(Resources(timeout=0.01), tmp_path / "logs", retries=0)
     try:
         with pytest.raises(WorkerLost, match=r"no progress for 0\.01 s \(resources\.timeout\)"):
             workers.run(prompts, quiet)
@@ -119,7 +119,7 @@ def test_silence_beyond_the_timeout_counts_as_lost(tmp_path: Path, prompts: Stag
         workers.close()
 
 
-def test_close_ends_a_worker_amid_a_request(local: LocalLauncher, prompts: StageRequest, tmp_path: Path) -> None:
+def test_close_ends_a_worker_amid_a_request(local: Launcher, prompts: StageRequest, tmp_path: Path) -> None:
     request = long_request(tmp_path, local, prompts, 200_000)
     pids = workers_of(os.getpid())
     with pytest.raises(RunError, match="render was stopped") as caught:
@@ -132,11 +132,11 @@ def test_workers_die_with_their_killed_parent(tmp_path: Path, prompts: StageRequ
     code = """
 import sys
 from pathlib import Path
-from pipelines.launch import LocalLauncher
+from pipelines.launch import launcher
 from schemas.engine import Resources
 from schemas.record import StageRequest
 request = StageRequest.model_validate_json(Path(sys.argv[1]).read_text())
-workers = LocalLauncher(Resources(), Path(sys.argv[2]), 0)
+workers = launcher(Resources(), Path(sys.argv[2]), 0)
 chosen = workers.run(request, lambda *_: None).outputs["chosen"]
 located = {**chosen, "path": request.directory + "/" + chosen["path"]}
 many = {"stage": "render", "config": {"per_prompt": 200000}, "inputs": {"prompts": located}}

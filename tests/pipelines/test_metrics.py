@@ -57,11 +57,30 @@ def test_logs(done: Bench, say: Callable[..., str]) -> None:
     done.run.logs.mkdir()
     (done.run.logs / "compute-rank0.log").write_text("first\nsecond\nthird\n")
     (done.run.logs / "light-rank0.log").write_text("light\n")
-    head = f"==> {done.run.logs / 'compute-rank0.log'} <=="
-    assert say("logs", "one", "--lines", "2").splitlines()[:3] == [head, "second", "third"]
+    assert say("logs", "one", "--lines", "2").splitlines() == ["compute-rank0 | third", "light-rank0   | light"]
     assert say("logs", "one", "--rank", "compute-rank0", "--lines", "0").splitlines()[1:4] == [
         "first",
         "second",
         "third",
     ]
     assert "Did you mean 'light-rank0'?" in say("logs", "one", "--rank", "ligt-rank0", code=2)
+
+
+def test_logs_of_all_ranks_in_order_of_time(done: Bench, say: Callable[..., str]) -> None:
+    """A line that C code wrote follows the one before it; a clock that was set back changes no rank's order."""
+    done.run.logs.mkdir()
+    at = "2026-01-31T08:30:0"
+    first = f"{at}0.000 a\n{at}2.000 c\nSegmentation fault\n{at}1.500 set back\n"
+    (done.run.logs / "compute-rank0.log").write_text(first)
+    (done.run.logs / "compute-rank1.log").write_text(f"before any time\n{at}1.000 b\n{at}3.000 d\n")
+    (done.run.logs / "prefect.log").write_text("not a worker's\n")
+    shown = [line.replace(at, "").split(" | ") for line in say("logs", "one", "--lines", "0").splitlines()]
+    assert [(name[-1], text) for name, text in shown] == [
+        ("1", "before any time"),
+        ("0", "0.000 a"),
+        ("1", "1.000 b"),
+        ("0", "2.000 c"),
+        ("0", "Segmentation fault"),
+        ("0", "1.500 set back"),
+        ("1", "3.000 d"),
+    ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.group import free_port
+from pipelines.crews.local import free_port
 from schemas.artifacts import AdvantagesTable, ConditioningTable, PolicyRef, PromptsTable, TrajectoryTable
 from schemas.contracts import (
     EncodeConfig,
@@ -38,7 +38,7 @@ from stages.engine import checkpoint
 from stages.engine.mesh import barrier, join
 from stages.engine.policy import Engine, resident
 from stages.models import Conditioning
-from stages.store import tables
+from stages.store import tables, tensors
 from stages.store.tables import TableWriter
 
 PROMPTS = ("two", "a b c", "one")
@@ -53,6 +53,7 @@ class Chain:
     folder: str  # the model
     directory: str
     lora: int | None = 2
+    adapter: dict[str, Any] = field(default_factory=dict)  # more of `model.lora`
     dtype: str = "float32"
     sampler: dict[str, Any] = field(default_factory=lambda: dict(SDE))
     weights: str = "raw"
@@ -71,7 +72,7 @@ class Chain:
 
     @property
     def model(self) -> Sd3Model:
-        lora = None if self.lora is None else {"rank": self.lora}
+        lora = None if self.lora is None else {"rank": self.lora, **self.adapter}
         settings = {"path": self.folder, "max_sequence_length": 8, "lora": lora, "dtype": self.dtype}
         return Sd3Model.model_validate(settings)
 
@@ -284,6 +285,8 @@ def main() -> None:
             written = f"{type(error).__name__}: {error}"
         rank = Path(chain.directory) / f"rank-{os.environ['RANK']}"
         rank.with_suffix(".json").write_text(json.dumps(written))
+        if chain.lora is not None and chain.adapter:
+            tensors.save(rank.with_suffix(".base"), {"base": fixed_velocity(chain.engine(), "base")})
         rank.with_suffix(".measured").write_text(json.dumps(chain.measured))
         barrier()
 

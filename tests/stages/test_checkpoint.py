@@ -109,6 +109,25 @@ def test_a_changed_byte_of_a_policy_is_found(sd3_folder: Path, tmp_path: Path, p
         replace(chain, first=1, iterations=2, given={"policy": policy.model_dump()}).run({})
 
 
+@pytest.mark.parametrize("part", ["raw", "optimizer"])
+def test_a_changed_byte_of_full_weights_is_found(sd3_folder: Path, tmp_path: Path, part: str) -> None:
+    chain = Chain(str(sd3_folder), str(tmp_path), lora=None)
+    policy = chain.run({})[0].policy
+    (file,) = Path(policy.path).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = next(name for name in header if name.startswith(f"{part}."))
+    content[8 + size + header[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"shard-00001-.*: wanted content of digest .* Delete the stage's"):
+        checkpoint.load(policy, part)
+    with pytest.raises(InputError, match=r"shard-00001-.*: wanted content of digest .* Delete the stage's"):
+        replace(chain, first=1, iterations=2, given={"policy": policy.model_dump()}).run({})
+    other = "optimizer" if part == "raw" else "raw"
+    assert checkpoint.load(policy, other)
+
+
 @pytest.mark.parametrize(("text", "words"), [("{", "cannot read"), ("[1]", "holds no facts"), ("{}", "none noted")])
 def test_facts_of_a_policy_that_are_broken(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "policy.json").write_text(text)

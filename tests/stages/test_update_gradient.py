@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schemas.artifacts import ConditioningTable
 from schemas.seeds import seed_of
-from stages.engine.lora import is_adapter, make_trainable, start_of
+from stages.engine.lora import is_lora, make_trainable, start_of
 from stages.models import adapter
 from stages.models.sd3 import Sd3
 from stages.store import tables
@@ -31,8 +31,8 @@ class Plain:
         self.module: nn.Module = made.transformer()
         make_trainable(self.module, chain.model.lora, made.lora_targets)
         for name, parameter in self.module.named_parameters():
-            if is_adapter(name):
-                parameter.data = start_of(name, tuple(parameter.shape))
+            if chain.model.lora is not None and is_lora(name):
+                parameter.data = start_of(name, tuple(parameter.shape), chain.model.lora)
         table = tables.read(conditioning)
         columns = {name: tables.ragged(table, name) for name in ("embeds", "pooled")}
         self.text = {
