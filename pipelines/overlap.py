@@ -21,7 +21,6 @@ from schemas.artifacts import SamplesTable, Shard
 from schemas.contracts import SampleConfig, ScoreConfig
 from schemas.errors import RewardflowError
 from schemas.record import StageRequest
-from schemas.tables import samples_schema, table_digest
 
 _FOLDER, _OF = "early", "of.json"
 _LOOK = 0.2  # seconds between looks for new shards
@@ -95,6 +94,8 @@ def _score(
 
 
 def _score_one(world: Unrolled, launcher: Launcher, reader: PlanNode, iteration: int | None, sidecar: Path) -> None:
+    from schemas.tables import samples_schema, table_digest  # pyarrow, which most commands do without
+
     told = json.loads(sidecar.read_text())
     shard = Shard(file=sidecar.with_suffix(".arrow").name, rows=told["rows"], digest=told["digest"])
     digest = table_digest(samples_schema(), [shard])
