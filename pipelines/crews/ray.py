@@ -188,9 +188,7 @@ def _connect(resources: Resources) -> None:
     ray = importlib.import_module("ray")
     address, quiet = resources.ray.address, {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
-        # Workers are not niced, as other launchers' are not; Ray's helpers outlive a killed command by 5 s, not by 60.
-        for name, value in {"worker_niceness": "0", "gcs_rpc_server_reconnect_timeout_s": "5"}.items():
-            os.environ.setdefault(f"RAY_{name}", value)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # as other launchers' workers
         cores = max(len(os.sched_getaffinity(0)), resources.processes * resources.ray.cpus_per_worker)
         own = {"num_cpus": cores, "object_store_memory": _STORE, "include_dashboard": False}
         ray.init(address="local", **own, **quiet)
