@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from stages.context import StageContext
 
 
@@ -19,6 +21,7 @@ class Behind:
         self._ctx, self._ahead = ctx, ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
         self._jobs: deque[Future[None]] = deque()
+        _without_pool(self._thread)
 
     def put(self, job: Callable[[], None]) -> None:
         """Adds a job; waits when too many are waiting."""
@@ -41,3 +44,11 @@ class Behind:
                 self._wait(0)
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _without_pool(thread: ThreadPoolExecutor) -> None:
+    """A second OpenMP pool on the same cores puts both to sleep at each barrier: model calls took twice as long."""
+    threads = torch.get_num_threads()
+    # torch gives a thread its number at the first look, so it looks now.
+    thread.submit(lambda: (torch.set_num_threads(1), torch.get_num_threads())).result()
+    torch.set_num_threads(threads)  # MKL has one number for all threads

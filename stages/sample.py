@@ -1,7 +1,8 @@
 """Pictures from the policy, with the trajectories that led to them.
 
 Work is cut by identity, never by rank: a micro-batch is samples of one prompt, a shard is whole micro-batches, and a
-shard that is there is not drawn again. Pictures are decoded and shards written behind the next model calls.
+shard that is there is not drawn again. Shards are written behind the next model calls, and pictures decoded there too
+where the model has a device of its own; on the CPU both would share the same cores.
 """
 
 from collections.abc import Sequence
@@ -114,7 +115,8 @@ def _draw_shards(
                 with drawing.engine.flops.counted(counts):
                     rollout = _rollout(drawing, batch)
                 if counts:
-                    behind.put(partial(_decode, drawing, batch, rollout, drawn))
+                    decode = partial(_decode, drawing, batch, rollout, drawn)
+                    decode() if drawing.engine.device.type == "cpu" else behind.put(decode)
                 done += counts
                 ctx.progress(done, num_batches, "micro-batches")
             if turn.counts:

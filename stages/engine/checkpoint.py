@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,10 +41,11 @@ class Halfway(NamedTuple):
 class Snapshot(NamedTuple):
     """A policy to be written: its parts (`raw`, `old`, `ema`, `optimizer`) and the facts that go with them.
 
-    Parts are whole tensors for a LoRA, DTensors for full weights; `copied`, they stay as they are during training.
+    Parts are whole tensors for a LoRA, this rank's pieces for full weights; `copied`, they stay as they are during
+    training.
     """
 
-    parts: dict[str, dict[str, Tensor]]
+    parts: dict[str, dict[str, Tensor]] | dict[str, dict[str, sharded.Piece]]
     facts: dict[str, Any]
 
     @classmethod
@@ -58,19 +59,20 @@ class Snapshot(NamedTuple):
             parts: dict[str, dict[str, Tensor]] = {name: weights.full(one) for name, one in shards.items()}
             state = {f"{kind}.{key}": value for kind in kinds for key, value in weights.full(kinds[kind]).items()}
             return cls({**parts, "optimizer": state}, {"trainable": "lora", **facts})
-        parts = {name: sharded.placed(one, weights.parameters, copied) for name, one in shards.items()}
+        places = sharded.places(weights.parameters)
+        mine = {name: sharded.pieces(one, places, copied) for name, one in shards.items()}
         state = {
-            f"{kind}.{key}": value
-            for kind in kinds
-            for key, value in sharded.placed(kinds[kind], weights.parameters, copied).items()
+            f"{kind}.{key}": piece
+            for kind, moments in kinds.items()
+            for key, piece in sharded.pieces(moments, places, copied).items()
         }
-        return cls({**parts, "optimizer": state}, {"trainable": "full", **facts})
+        return cls({**mine, "optimizer": state}, {"trainable": "full", **facts})
 
     def write(self, folder: Path) -> PolicyRef:
         """Writes the policy. A collective of the group beside."""
         folder.mkdir(parents=True, exist_ok=True)
         group = beside()
-        mine = (sharded.write if self.facts["trainable"] == "full" else _write_whole)(folder, self.parts)
+        mine = (sharded.write if self.facts["trainable"] == "full" else _write_whole)(folder, cast(Any, self.parts))
         digests = {f"{rank:05d}": json.loads(one) for rank, one in enumerate(texts(json.dumps(mine), group), 1)}
         if self.facts["trainable"] == "lora":
             digests = digests["00001"]

@@ -1,46 +1,68 @@
-"""Full weights through torch's distributed checkpoint, in its safetensors form: a file a rank, for any world size.
+"""Full weights in the safetensors form of torch's distributed checkpoint: a file a rank, read at any world size.
 
-A tensor of part `ema` is called ``ema.NAME`` in the files; each file notes where its rows begin.
+A tensor of part `ema` is called ``ema.NAME`` in the files; each file notes where its rows begin. torch reads them. It
+would also write them, after it had built each file in memory, and after ranks had exchanged plans that all know.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from schemas.errors import InputError, RunError
 from stages.engine.mesh import beside
 from stages.engine.weights import local
+from stages.store import files
 
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's note of where a file's tensors lie in the whole ones
+_FORM = {"DCP_VERSION": "1.0", "format": "pt"}
 _NAME = "shard-{}-model-00001-of-00001.safetensors"
 
 
-def placed(shards: Mapping[str, Tensor], parameters: Mapping[str, Tensor], copied: bool) -> dict[str, Tensor]:
-    """This rank's shards as DTensors placed as the parameters, on the CPU, in memory of their own if `copied`."""
-    return {name: _placed(value.detach().to("cpu", copy=copied), parameters[name]) for name, value in shards.items()}
+class Piece(NamedTuple):
+    """This rank's part of a tensor, and where it begins in the whole one."""
+
+    values: Tensor
+    start: tuple[int, ...]
 
 
-def write(folder: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Writes this rank's file; gives its digest by part, empty if it had nothing of its own. A collective."""
-    state = {f"{part}.{name}": value for part, named in parts.items() for name, value in named.items()}
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _told():
-        save(state, storage_writer=writer, process_group=beside())
-    mine = file(folder, f"{dist.get_rank() + 1:05d}")
-    return {part: digest(mine, part) for part in parts} if mine.is_file() else {}
+def pieces(shards: Mapping[str, Tensor], places: Mapping[str, tuple[int, ...]], copied: bool) -> dict[str, Piece]:
+    """What this rank writes of `shards`, on the CPU, in memory of its own if `copied`."""
+    return {name: Piece(shards[name].detach().to("cpu", copy=copied), start) for name, start in places.items()}
+
+
+def places(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Where this rank's parts begin, without those that another rank writes."""
+    return {name: _start(parameter) for name, parameter in parameters.items() if _is_ours(parameter)}
+
+
+def write(folder: Path, parts: Mapping[str, Mapping[str, Piece]]) -> dict[str, str]:
+    """Writes this rank's file; gives its digest by part, empty if it has nothing of its own."""
+    mine = {f"{part}.{name}": piece for part, named in parts.items() for name, piece in named.items()}
+    if not mine:
+        return {}
+    notes = {name: {"saved_offsets": piece.start} for name, piece in mine.items()}
+    values = {name: piece.values.contiguous() for name, piece in mine.items()}
+    with files.written(file(folder, f"{dist.get_rank() + 1:05d}")) as temporary:
+        save_file(values, temporary, {_OFFSETS: json.dumps(notes), **_FORM})
+    return {
+        part: _digest((name, mine[name].start, values[name]) for name in sorted(mine) if name.startswith(f"{part}."))
+        for part in parts
+    }
 
 
 def is_here(folder: Path) -> bool:
@@ -55,21 +77,16 @@ def file(folder: Path, number: str) -> Path:
 
 def digest(path: Path, part: str) -> str:
     """SHA-256 over name, offset, dtype, shape and bytes of a part's tensors in a file; InputError if it is broken."""
-    total = hashlib.sha256()
     try:
         with safe_open(path, framework="pt") as stored:
-            offsets = json.loads(stored.metadata()[_OFFSETS])
-            for name in sorted(name for name in stored.keys() if name.startswith(f"{part}.")):  # noqa: SIM118
-                tensor = stored.get_tensor(name)
-                start = offsets[name]["saved_offsets"]
-                total.update(f"{name!r}:{start}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-                total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            notes = json.loads(stored.metadata()[_OFFSETS])
+            names = sorted(name for name in stored.keys() if name.startswith(f"{part}."))  # noqa: SIM118
+            return _digest((name, notes[name]["saved_offsets"], stored.get_tensor(name)) for name in names)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: wanted a file of a distributed checkpoint, got: {error}. Delete the stage's directory "
             f"{path.parent.parent} and run again."
         ) from error
-    return total.hexdigest()
 
 
 def cut(folder: Path, prefix: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,6 +113,30 @@ def whole(folder: Path, part: str) -> dict[str, Tensor]:
                 starts = zip(offsets[name]["saved_offsets"], rows.shape, strict=True)
                 out[name][tuple(slice(start, start + length) for start, length in starts)] = rows
     return {name.removeprefix(f"{part}."): out[name] for name in sorted(out)}
+
+
+def _digest(tensors: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
+    total = hashlib.sha256()
+    for name, start, tensor in tensors:
+        total.update(f"{name!r}:{list(start)}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _is_ours(parameter: Tensor) -> bool:
+    """Whether this rank writes its part: of replicas the first does, and of what is not sharded rank 0."""
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == 0
+    coordinates = parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    copies = (at for at, placement in zip(coordinates, parameter.placements, strict=True) if placement.is_replicate())
+    return not any(copies) and local(parameter).numel() > 0
+
+
+def _start(parameter: Tensor) -> tuple[int, ...]:
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
 
 
 @contextmanager
