@@ -7,6 +7,7 @@ would also write them, after it had built each file in memory, and after ranks h
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -57,12 +58,17 @@ def write(folder: Path, parts: Mapping[str, Mapping[str, Piece]]) -> dict[str, s
         return {}
     notes = {name: {"saved_offsets": piece.start} for name, piece in mine.items()}
     values = {name: piece.values.contiguous() for name, piece in mine.items()}
-    with files.written(file(folder, f"{dist.get_rank() + 1:05d}")) as temporary:
-        save_file(values, temporary, {_OFFSETS: json.dumps(notes), **_FORM})
-    return {
-        part: _digest((name, mine[name].start, values[name]) for name in sorted(mine) if name.startswith(f"{part}."))
-        for part in parts
-    }
+    with ThreadPoolExecutor() as beside_disk:
+        digests = {part: beside_disk.submit(_digest, _of(part, mine, values)) for part in parts}
+        with files.written(file(folder, f"{dist.get_rank() + 1:05d}")) as temporary:
+            save_file(values, temporary, {_OFFSETS: json.dumps(notes), **_FORM})
+        return {part: digest.result() for part, digest in digests.items()}
+
+
+def _of(
+    part: str, mine: Mapping[str, Piece], values: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    return ((name, mine[name].start, values[name]) for name in sorted(mine) if name.startswith(f"{part}."))
 
 
 def is_here(folder: Path) -> bool:
