@@ -102,6 +102,8 @@ def _check_model(plan: Plan, node: PlanNode, found: Mistakes) -> None:
     if model.path is None and "pipeline" not in node.inputs:
         message = "the model has no path: name a folder or hub id in `model.path`, or give the node a `pipeline`"
         found.add(message, _at(plan, node, "model"), key=True)
+    if plan.resources.context_parallel > 1:
+        _check_shared_tokens(plan, node, model, found)
     for maker in makers(plan, single(node, "policy")):
         made = model_of(maker)
         if made is None or maker is node:
@@ -112,6 +114,17 @@ def _check_model(plan: Plan, node: PlanNode, found: Mistakes) -> None:
                 f"differs in {', '.join(names)} from the model of {maker.name!r}, which makes the policy read here"
             )
             found.add(message, _at(plan, node, "model"))
+
+
+def _check_shared_tokens(plan: Plan, node: PlanNode, model: ModelConfig, found: Mistakes) -> None:
+    """What diffusers computes otherwise, or not at all, where ranks share tokens."""
+    with_it = f"resources.context_parallel {plan.resources.context_parallel}"
+    if model.attention != "native":
+        message = f"{model.attention} is not used in the backward pass of {with_it}; write native"
+        found.add(message, _at(plan, node, "model", "attention"))
+    if model.lora is not None and model.lora.dropout:
+        message = f"{with_it} would drop the same inputs of every rank's tokens; leave it out"
+        found.add(message, _at(plan, node, "model", "lora", "dropout"))
 
 
 def _check_weights(plan: Plan, node: PlanNode, weights: WeightSet, found: Mistakes) -> None:

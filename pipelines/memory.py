@@ -63,7 +63,7 @@ class Held(NamedTuple):
 
 def footprint(plan: Plan, node: PlanNode) -> Footprint | None:
     """Of a node that computes with a model; none when that is not known before the run."""
-    held = _held(node)
+    held = _held(plan, node)
     if held is None:
         return None
     match node.config:
@@ -152,12 +152,13 @@ def _fits(found: Footprint, micro_batch: int, limit: Limit | None) -> str:
     return f"{text}; {largest} would fit" if largest else f"{text}; not even 1 would fit"
 
 
-def _held(node: PlanNode) -> Held | None:
+def _held(plan: Plan, node: PlanNode) -> Held | None:
     model = model_of(node)
     size = model_size(model) if model is not None else None
     if model is None or size is None:
         return None
     activations = family_of(model).activations(size.transformer, model, size.latent_side, size.text)
+    activations = activations.shared(plan.resources.context_parallel)
     return Held(model, size, activations, 4 if model.dtype == "float32" else 2)
 
 
@@ -217,12 +218,13 @@ def _update(plan: Plan, node: PlanNode, config: UpdateConfig, held: Held) -> Foo
     guided = config.loss.needs.states and sampler is not None and sampler.guided
     window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) if isinstance(sampler, FlowSdeSampler) else 1
     resources, ranks, trained = plan.resources, plan.resources.processes, held.size.trained
+    lanes = ranks // resources.context_parallel
     others = config.loss.needs.old_policy + (config.kl is not None)
     rows = (num_samples(plan, drawn) or 0) if drawn else 0
     predicted = others * rows * (window if config.loss.needs.states else 1) * 4 * held.size.latents
     gradients = 4 * trained + 4 * trained * resources.replicas // ranks
     call = (2 if guided else 1) * (held.activations.trained(resources.activation_checkpointing) + _conditioning(held))
-    return Footprint(gradients + predicted // config.steps // ranks, call + 40 * held.size.latents)
+    return Footprint(gradients + predicted // config.steps // lanes, call + 40 * held.size.latents)
 
 
 def _conditioning(held: Held) -> int:

@@ -53,6 +53,12 @@ class Resources(Strict):
         ge=1,
         description="Groups of ranks that each hold the whole model (HSDP); 1: all ranks share it.",
     )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Neighbouring ranks that share the tokens of each sample (Ulysses): less memory for "
+        "activations of long sequences.",
+    )
     gathered: dict[str, bool] = Field(
         default_factory=dict,
         description="Whether blocks stay gathered between model calls, by node or stage name: faster, more memory. "
@@ -122,4 +128,11 @@ class Resources(Strict):
                 f"processes ({self.processes}) must be a multiple of replicas ({self.replicas}): each is shared by "
                 "equally many ranks"
             )
+        if self.processes // self.replicas % self.context_parallel:
+            raise ValueError(
+                f"context_parallel ({self.context_parallel}) must divide processes / replicas "
+                f"({self.processes // self.replicas}): a sample's tokens are shared within a replica"
+            )
+        if self.context_parallel > 1 and self.compile:
+            raise ValueError("compile cannot be used with context_parallel above 1: diffusers' hooks are not compiled")
         return self

@@ -40,6 +40,25 @@ class StageContext:
         """Node and iteration for messages, as in `sample[3]`."""
         return self.node if self.iteration is None else f"{self.node}[{self.iteration}]"
 
+    @property
+    def lanes(self) -> int:
+        """Groups of ranks that make their model calls together; each rank is a lane unless tokens are shared."""
+        return self.world_size // self._lane_ranks
+
+    @property
+    def lane(self) -> int:
+        """This rank's lane."""
+        return self.rank // self._lane_ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its lane: the others hold the same numbers."""
+        return self.rank % self._lane_ranks == 0
+
+    @property
+    def _lane_ranks(self) -> int:
+        return self.resources.context_parallel if self.world_size > 1 else 1
+
     def timed(self, name: str) -> AbstractContextManager[None]:
         """Adds the seconds that its body takes to `time/NAME`, what is timed inside left out."""
         return self.clock.timed(name)

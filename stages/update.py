@@ -122,35 +122,37 @@ def _backward(
     ctx: StageContext, engine: Engine, goal: Objective, units: list[Unit], count: float, step: StepMetrics
 ) -> list[int]:
     """Gradients of this rank's units, and the rows whose numbers are not finite."""
-    mine = deal(units, ctx.rank, ctx.world_size)
-    others, bad = _others(engine, goal, mine), []
+    mine = deal(units, ctx.lane, ctx.lanes)
+    others, bad = _others(ctx, engine, goal, mine), []
     for place, ((unit, counts), other) in enumerate(zip(mine, others, strict=True), start=1):
         sync_gradients(engine.module, place == len(mine))
         seeds = goal.rows.seeds(ctx, unit.rows, unit.epoch, unit.step)
-        with engine.flops.counted(counts), dropout(engine.module, seeds):
+        with engine.flops.counted(counts and ctx.leads), dropout(engine.module, seeds):
             velocity = goal.velocity(engine, unit)
         terms = goal.terms(unit, velocity, other)
         weight = goal.rows.weight(unit.rows) * float(counts)
-        with engine.flops.counted(counts), dropout(engine.module, seeds):
-            # FSDP averages over ranks.
+        with engine.flops.counted(counts and ctx.leads), dropout(engine.module, seeds):
+            # FSDP averages over ranks; those of a lane have the gradient of their own tokens.
             engine.backward((terms.loss * weight).sum() / count * ctx.world_size, len(unit.rows))
-        if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight):
+        if not step.add({"loss": terms.loss.detach(), **terms.stats}, weight * float(ctx.leads)):
             bad += unit.rows
     return bad
 
 
-def _others(engine: Engine, goal: Objective, units: list[tuple[Unit, bool]]) -> list[Others]:
+def _others(ctx: StageContext, engine: Engine, goal: Objective, units: list[tuple[Unit, bool]]) -> list[Others]:
     """Predictions of the old policy and the base, all before the first gradient: one swap of weights each."""
-    old = _predict(engine, goal, units, "old") if goal.config.loss.needs.old_policy else [None] * len(units)
-    reference = _predict(engine, goal, units, "base") if goal.config.kl is not None else [None] * len(units)
+    old = _predict(ctx, engine, goal, units, "old") if goal.config.loss.needs.old_policy else [None] * len(units)
+    reference = _predict(ctx, engine, goal, units, "base") if goal.config.kl is not None else [None] * len(units)
     return [Others(a, b) for a, b in zip(old, reference, strict=True)]
 
 
-def _predict(engine: Engine, goal: Objective, units: list[tuple[Unit, bool]], name: str) -> list[Tensor]:
+def _predict(
+    ctx: StageContext, engine: Engine, goal: Objective, units: list[tuple[Unit, bool]], name: str
+) -> list[Tensor]:
     out = []
     with engine.weights.using(name), torch.no_grad():
         for unit, counts in units:
-            with engine.flops.counted(counts):
+            with engine.flops.counted(counts and ctx.leads):
                 out.append(goal.velocity(engine, unit))
     return out
 

@@ -18,6 +18,10 @@ class Activations(NamedTuple):
     backward: int
     again: int
 
+    def shared(self, ranks: int) -> "Activations":
+        """What is left of it on each of the ranks that share the tokens."""
+        return Activations(*(-(-size // ranks) for size in self))
+
     def trained(self, checkpointing: bool) -> int:
         """The most that a forward with its backward holds at once."""
         return self.backward + (self.inputs + self.block + self.again if checkpointing else self.saved)

@@ -20,6 +20,7 @@ from stages.engine.lora import make_trainable
 from stages.engine.lora_file import started
 from stages.engine.mesh import mesh
 from stages.engine.optim import Optimizer
+from stages.engine.sequence import share_tokens
 from stages.engine.shard import Timed, free_after_forward, frees_blocks, shard
 from stages.engine.weights import Weights
 from stages.engine.work import Work
@@ -32,6 +33,7 @@ class Form(NamedTuple):
     """How the model lies in memory: what of the resources an engine is built by."""
 
     replicas: int = 1
+    context_parallel: int = 1
     offload: tuple[str, ...] = ()
     activation_checkpointing: bool = False
     compile: bool = False
@@ -67,6 +69,8 @@ class Engine:
         if self.form.compile:
             for block in blocks:
                 block.compile()
+        if self.form.context_parallel > 1:
+            share_tokens(module, self.adapter, self.form.context_parallel, self.device.type)
         offload = "parameters" in self.form.offload
         rest = torch.device("cpu") if offload else self.device
         shard(module, blocks, self.mesh, self.compute, lambda name: self.timed(name), offload)

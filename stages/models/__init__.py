@@ -1,9 +1,9 @@
 """Adapters: what a model family alone knows. They never save, shard, offload or average: the engine does."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class NoiseSchedule(NamedTuple):
     timesteps: Tensor
 
 
+SequencePlan = Mapping[str, Any]  # modules by name, and how diffusers' hooks split their inputs or gather their outputs
+
+
 class Adapter(Protocol):
     """One model family."""
 
@@ -53,6 +56,10 @@ class Adapter(Protocol):
 
     def checkpoint_activations(self, transformer: nn.Module) -> None:
         """From now on blocks are computed again in the backward pass instead of keeping what is inside them."""
+        ...
+
+    def share_tokens(self, transformer: nn.Module, ranks: int) -> SequencePlan:
+        """Prepares attention for tokens that `ranks` share; where they are split and gathered, for diffusers' hooks."""
         ...
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -21,14 +21,14 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
 )
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from schemas.assets import is_hub_id
 from schemas.errors import InputError
 from schemas.models import ModelConfig, Sd3Model
-from stages.models import Conditioning, NoiseSchedule
+from stages.models import Conditioning, NoiseSchedule, SequencePlan
 from stages.models.files import weight_files
+from stages.models.sd3_attention import PLAN, SharedAttention, kernel, must_divide
 
 _REQUIRED = ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 _THIRD = ("text_encoder_3", "tokenizer_3")
@@ -36,12 +36,6 @@ _CLASSES = {
     "transformer": SD3Transformer2DModel,
     "vae": AutoencoderKL,
     "scheduler": FlowMatchEulerDiscreteScheduler,
-}
-_KERNELS = {
-    "_native_math": SDPBackend.MATH,
-    "_native_flash": SDPBackend.FLASH_ATTENTION,
-    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _NO_KERNEL = ("No available kernel", "No viable backend")
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -59,6 +53,7 @@ class Sd3:
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self._configs: dict[str, dict[str, Any]] = {}
         self._vae: Any = None
+        self._token_ranks = 1
         if Path(source).exists() or not is_hub_id(source):
             _check_folder(Path(source))
 
@@ -90,6 +85,15 @@ class Sd3:
         again = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), kernel()))
         transformer.enable_gradient_checkpointing(again)
 
+    def share_tokens(self, transformer: nn.Module, ranks: int) -> SequencePlan:
+        """Splits pictures' and text's tokens before the first block and gathers the pictures' after the last layer."""
+        assert isinstance(transformer, SD3Transformer2DModel)
+        heads = self._config("transformer")["num_attention_heads"]
+        must_divide(ranks, {"tokens of a picture": self._picture_tokens(), "heads of attention": heads})
+        transformer.set_attn_processor(cast(Any, SharedAttention()))
+        self._token_ranks = ranks
+        return PLAN
+
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """The joint transformer blocks."""
         return list(transformer.get_submodule("transformer_blocks").children())
@@ -113,9 +117,7 @@ class Sd3:
 
     def tokens(self, given: Conditioning) -> int:
         """Tokens of one sample in one branch of a model call, of latents and text."""
-        _, height, width = self.latent_shape()
-        patch = self._config("transformer")["patch_size"]
-        return (height // patch) * (width // patch) + given.positive["embeds"].shape[1]
+        return self._picture_tokens() + given.positive["embeds"].shape[1]
 
     def latent_shape(self) -> tuple[int, ...]:
         """(channels, height, width) of one sample's latents."""
@@ -177,6 +179,7 @@ class Sd3:
             self._vae.to("cpu")
 
     def _call(self, transformer: nn.Module, latents: Tensor, timesteps: Tensor, given: dict[str, Tensor]) -> Tensor:
+        must_divide(self._token_ranks, {"tokens of the text": given["embeds"].shape[1]})
         try:
             with self._kernel():
                 return transformer(
@@ -196,8 +199,7 @@ class Sd3:
 
     def _kernel(self) -> AbstractContextManager[Any]:
         """Inside, attention is computed by the config's kernel and by no other."""
-        kernel = _KERNELS.get(self.config.attention)
-        return nullcontext() if kernel is None else sdpa_kernel(kernel)
+        return kernel(self.config.attention)
 
     def _encode_one(self, pipeline: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -230,15 +232,18 @@ class Sd3:
         """`mu` of dynamic shifting from the number of image tokens, as the pipeline computes it."""
         if not scheduler.get("use_dynamic_shifting"):
             return None
-        _, height, width = self.latent_shape()
-        patch = self._config("transformer")["patch_size"]
         return calculate_shift(
-            (height // patch) * (width // patch),
+            self._picture_tokens(),
             scheduler.get("base_image_seq_len", 256),
             scheduler.get("max_image_seq_len", 4096),
             scheduler.get("base_shift", 0.5),
             scheduler.get("max_shift", 1.16),
         )
+
+    def _picture_tokens(self) -> int:
+        _, height, width = self.latent_shape()
+        patch = self._config("transformer")["patch_size"]
+        return (height // patch) * (width // patch)
 
     def _factor(self) -> int:
         return 2 ** (len(self._config("vae")["block_out_channels"]) - 1)

@@ -71,8 +71,8 @@ def even_parts(things: Sequence[T], parts: int) -> list[Sequence[T]]:
     return [things[a:b] for a, b in pairwise(cuts)]
 
 
-def deal(units: Sequence[Unit], rank: int, world_size: int) -> list[tuple[Unit, bool]]:
-    """This rank's units, and whether each counts: every rank makes equally many calls, padded by one of weight 0."""
-    calls = -(-len(units) // world_size)
-    mine = [(unit, True) for unit in units[rank::world_size]]
+def deal(units: Sequence[Unit], lane: int, lanes: int) -> list[tuple[Unit, bool]]:
+    """This lane's units, and whether each counts: every rank makes equally many calls, padded by one of weight 0."""
+    calls = -(-len(units) // lanes)
+    mine = [(unit, True) for unit in units[lane::lanes]]
     return mine if len(mine) == calls else [*mine, (units[0], False)]

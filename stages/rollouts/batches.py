@@ -30,7 +30,7 @@ class MicroBatch(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A shard on this rank. All ranks make `calls` micro-batches in a turn; one that does not count is dropped."""
+    """A shard on this rank. All ranks make `calls` micro-batches in a turn; what does not count is dropped."""
 
     shard: int
     counts: bool
@@ -51,11 +51,11 @@ def micro_batches(config: SampleConfig, inputs: SampleInputs, size: int) -> list
 def turns(missing: Sequence[int], shards: Sequence[Sequence[MicroBatch]], ctx: StageContext) -> list[Turn]:
     """This rank's shards; a short rank repeats one and drops it, so that all make equally many model calls."""
     out = []
-    for first in range(0, len(missing), ctx.world_size):
-        now = missing[first : first + ctx.world_size]
-        counts = ctx.rank < len(now)
+    for first in range(0, len(missing), ctx.lanes):
+        now = missing[first : first + ctx.lanes]
+        works = ctx.lane < len(now)
         longest = max(len(shards[shard]) for shard in now)
-        out.append(Turn(now[ctx.rank] if counts else missing[0], counts, longest))
+        out.append(Turn(now[ctx.lane] if works else missing[0], works and ctx.leads, longest))
     return out
 
 

@@ -139,3 +139,10 @@ def test_what_this_machine_has() -> None:
     assert four is not None
     assert 0 < four.bytes < one.bytes
     assert "free memory" in one.said
+
+
+def test_ranks_that_share_tokens_hold_less_of_a_sample() -> None:
+    """All but what is whole on each rank: latents and embeddings."""
+    apart, together = (of("update", "resources.processes=2", f"resources.context_parallel={n}") for n in (1, 2))
+    assert 0.5 * apart.sample < together.sample < 0.6 * apart.sample
+    assert together.fixed > apart.fixed  # predictions of the old policy, for twice the samples

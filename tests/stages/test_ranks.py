@@ -30,15 +30,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"lora": None, "update": {"loss": {"kind": "grpo", "clip": 1e-3}}, "flat": ("p1",)},
     "nft": {"lora": 2, "update": {"loss": {"kind": "nft"}, "ema": {}}, "sampler": ODE, "weights": "old"},
     "replicas": {"lora": None, "update": {"loss": {"kind": "grpo", "clip": 1e-3}, "ema": {}}},
+    "tokens": {"lora": 2, "update": {"loss": {"kind": "grpo", "clip": 1e-3}, "kl": KL, "ema": {}}},
+    "tokens_full": {"lora": None, "update": {"loss": {"kind": "nft"}, "ema": {}}, "sampler": ODE, "weights": "old"},
 }
 # How the model lies in memory must not show in the numbers.
 FORMS: dict[str, dict[str, Any]] = {
     "lora": {"gathered": {"sample": True}},
     "nft": {"offload": ("parameters", "autoencoder"), "decode_batch": 1},
     "replicas": {"replicas": 2, "activation_checkpointing": True},
+    "tokens": {"context_parallel": 2, "activation_checkpointing": True},
+    "tokens_full": {"context_parallel": 2},
 }
 WORLDS = (2, 3, 4)
-CASES = [(name, world) for name in SETTINGS for world in WORLDS if name != "replicas" or world % 2 == 0]
+EVEN = ("replicas", "tokens", "tokens_full")
+CASES = [(name, world) for name in SETTINGS for world in WORLDS if name not in EVEN or world % 2 == 0]
 
 
 class Everything(NamedTuple):
@@ -138,7 +143,7 @@ def test_a_sample_has_the_same_noise_on_any_number_of_ranks(everything: Everythi
     assert one.num_rows == 15
     for key in ("sample_id", "seed", "micro_batch"):
         assert one.column(key).to_pylist() == other.column(key).to_pylist()
-    if name != "nft":
+    if "sampler" not in SETTINGS[name]:
         np.testing.assert_array_equal(tables.tensors(one, "states")[:, 0], tables.tensors(other, "states")[:, 0])
         np.testing.assert_allclose(tables.tensors(one, "log_prob"), tables.tensors(other, "log_prob"), atol=1e-6)
     np.testing.assert_allclose(tables.tensors(one, "latents"), tables.tensors(other, "latents"), atol=1e-5)
@@ -196,7 +201,9 @@ def test_an_error_on_one_rank_is_the_same_message_on_all(
         assert word in first
 
 
-@pytest.mark.parametrize(("name", "world"), [case for case in CASES if case[0] != "replicas"])
+@pytest.mark.parametrize(
+    ("name", "world"), [case for case in CASES if not FORMS.get(case[0], {}).get("activation_checkpointing")]
+)
 def test_ranks_together_count_the_flops_that_one_counts(everything: Everything, name: str, world: int) -> None:
     """Calls that only keep ranks in step do not count."""
     told = json.loads((Path(everything.chains[name, world].directory) / "rank-0.measured").read_text())
