@@ -1,5 +1,6 @@
 """Rules that hold between nodes: which weights are sampled, what a loss needs, whose advantages they are."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipelines.edges import policy_readers, text_of
@@ -174,6 +175,9 @@ def _check_update(plan: Plan, node: PlanNode, config: UpdateConfig, found: Mista
     if needs.states and config.model.lora is not None and config.model.lora.dropout:
         message = f"{loss} replays log-probs, which dropout {config.model.lora.dropout:g} would change; leave it out, "
         found.add(f"{message}or use a loss on final latents: nft or sft", _at(plan, node, "model", "lora", "dropout"))
+    if config.optimizer.kind == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        message = "adamw_8bit needs bitsandbytes: pip install 'rewardflow[adam8bit]', or write adamw"
+        found.add(message, _at(plan, node, "optimizer", "kind"))
     drawn = source(plan, node, "trajectory")
     if drawn is None:
         return

@@ -23,7 +23,7 @@ from schemas.sampling import FlowSdeSampler
 
 _GIB = 2**30
 _PROCESS = _GIB // 2  # of Python with torch and diffusers, or of a CUDA context
-_MOMENTS = 8  # bytes of a trained number in the optimizer
+_MOMENTS = {"adamw": 8, "adamw_8bit": 2}  # bytes of a trained number in the optimizer
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _PICTURES = 64  # encoded into one shard
 
@@ -183,7 +183,9 @@ def _kept(plan: Plan, node: PlanNode, held: Held) -> float:
     if node.section == "before":
         return 0
     updates = [other.config for other in plan.nodes.values() if isinstance(other.config, UpdateConfig)]
-    return max((4 * (len(sets_of(c)) - 1) + _MOMENTS for c in updates if c.model == held.model), default=0)
+    return max(
+        (4 * (len(sets_of(c)) - 1) + _MOMENTS[c.optimizer.kind] for c in updates if c.model == held.model), default=0
+    )
 
 
 def _gathered(plan: Plan, node: PlanNode, held: Held, total: int) -> int:

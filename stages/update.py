@@ -46,6 +46,7 @@ def run(config: UpdateConfig, inputs: UpdateInputs, ctx: StageContext) -> Update
         _train(config, ctx, engine, optimizer, goal, metrics, on_policy, 0 if left is None else left.steps)
         with ctx.timed("save"):
             policy = checkpoint.save(ctx.directory, "policy", engine.weights, optimizer, config.model)
+            optimizer.settle()
             checkpoint.drop_halfway(ctx.directory)
     engine.hold(policy)
     work.close(len(goal.rows.sample_ids))
@@ -78,6 +79,7 @@ def _train(
             if done % interval == 0 and done < len(parts):
                 with ctx.timed("save"):
                     now = checkpoint.Snapshot.of(engine.weights, optimizer, config.model, copied=True)
+                    optimizer.settle()
                 behind.put(partial(checkpoint.keep_halfway, ctx.directory, done, metrics.note(), now))
             ctx.progress(done, len(parts), "optimizer steps")
     if config.loss.needs.old_policy:

@@ -1,13 +1,14 @@
-"""AdamW on local shards: plain tensors, much faster than DTensors, with float32 moments."""
+"""AdamW on local shards: plain tensors, much faster than DTensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from schemas.errors import NonFinite
 from schemas.losses import OptimizerConfig
+from stages.engine import adam8bit
 from stages.engine.mesh import total
 from stages.engine.weights import Shards, Weights, local
 
@@ -20,15 +21,7 @@ class Optimizer:
     def __init__(self, weights: Weights, config: OptimizerConfig, updates: int = 0) -> None:
         self.weights, self.config, self.updates = weights, config, updates
         self.leaves = {name: torch.nn.Parameter(shard) for name, shard in weights.raw().items()}
-        first, second = config.betas
-        self.adamw = torch.optim.AdamW(
-            self.leaves.values(),
-            lr=config.learning_rate.start,
-            betas=(first, second),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.adamw = (adam8bit.adamw if self._is_8bit else _adamw)(self.leaves.values(), config)
 
     def step(self, learning_rate: float, place: str) -> float:
         """One update from the parameters' gradients, which are dropped; returns the gradient's norm over all ranks.
@@ -65,15 +58,45 @@ class Optimizer:
         return float((total(squares) / self.weights.copies).sqrt())
 
     def state(self) -> dict[str, Shards]:
-        """Moments by kind and name; empty before the first step."""
-        states = {name: self.adamw.state[leaf] for name, leaf in self.leaves.items() if leaf in self.adamw.state}
-        return {kind: {name: state[kind] for name, state in states.items()} for kind in MOMENTS} if states else {}
+        """Moments in float32 by kind and name; empty before the first step."""
+        if not self.adamw.state:
+            return {}
+        told = {name: self._moments(leaf) for name, leaf in self.leaves.items()}
+        return {kind: {name: moments[kind] for name, moments in told.items()} for kind in MOMENTS}
 
     def restore(self, moments: Mapping[str, Shards]) -> None:
         """Takes up saved moments at `updates`."""
         for name, leaf in self.leaves.items():
+            if self._is_8bit:
+                adam8bit.restore(self.adamw, leaf, self.updates, {kind: moments[kind][name] for kind in MOMENTS})
+                continue
             step = torch.tensor(float(self.updates), device=leaf.device)
             self.adamw.state[leaf] = {"step": step, **{kind: _like(moments[kind][name], leaf) for kind in MOMENTS}}
+
+    def settle(self) -> None:
+        """Takes up what `state` gave, so that going on from memory and from disk is the same."""
+        if self._is_8bit and self.adamw.state:
+            self.restore(self.state())
+
+    @property
+    def _is_8bit(self) -> bool:
+        return self.config.kind == "adamw_8bit"
+
+    def _moments(self, leaf: Tensor) -> Mapping[str, Tensor]:
+        state = self.adamw.state[leaf]
+        return adam8bit.moments(state, leaf) if self._is_8bit else state
+
+
+def _adamw(leaves: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    first, second = config.betas
+    return torch.optim.AdamW(
+        leaves,
+        lr=config.learning_rate.start,
+        betas=(first, second),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def _like(value: Tensor, leaf: Tensor) -> Tensor:

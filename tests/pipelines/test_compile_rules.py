@@ -268,3 +268,8 @@ def test_a_config_module_that_loads_torch(flow_file: Write) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "external.mine.config: 'm_torch' loads torch" in done.stderr
+
+
+def test_an_optimizer_of_an_extra_that_is_not_installed_is_refused(flow_file: Write) -> None:
+    message = refused(flow_file((GRPO, f"{GRPO}\n          optimizer: {{kind: adamw_8bit}}")))
+    assert "update.optimizer.kind: adamw_8bit needs bitsandbytes: pip install 'rewardflow[adam8bit]'" in message
