@@ -116,7 +116,10 @@ def _draw_shards(
                     rollout = _rollout(drawing, batch)
                 if counts:
                     decode = partial(_decode, drawing, batch, rollout, drawn)
-                    decode() if drawing.engine.device.type == "cpu" else behind.put(decode)
+                    if drawing.engine.device.type == "cpu":
+                        decode()
+                    else:
+                        behind.put(decode)
                 done += counts
                 ctx.progress(done, num_batches, "micro-batches")
             if turn.counts:

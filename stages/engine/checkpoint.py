@@ -69,9 +69,12 @@ class Snapshot(NamedTuple):
         return cls({**mine, "optimizer": state}, {"trainable": "full", **facts})
 
     def write(self, folder: Path) -> PolicyRef:
-        """Writes the policy. A collective of the group beside."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes the policy into an emptied folder. A collective of the group beside."""
         group = beside()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # a stopped write of more ranks would be read with this one
+            folder.mkdir(parents=True)
+        dist.barrier(group)
         mine = (sharded.write if self.facts["trainable"] == "full" else _write_whole)(folder, cast(Any, self.parts))
         digests = {f"{rank:05d}": json.loads(one) for rank, one in enumerate(texts(json.dumps(mine), group), 1)}
         if self.facts["trainable"] == "lora":

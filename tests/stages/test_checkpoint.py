@@ -1,6 +1,7 @@
 """An update that was stopped goes on from its last checkpoint, and a policy whose bytes changed is not used."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,19 @@ def test_it_goes_on_at_another_world_size(sd3_folder: Path, tmp_path: Path) -> N
     base = fixed_velocity(chain.engine(), "base")
     expected, got = (fixed_velocity(chain.engine(policy)) - base for policy in (whole.policy, out.policy))
     assert float((got - expected).norm() / expected.norm()) < 2e-2
+
+
+@pytest.mark.slow
+def test_files_that_a_stopped_write_of_more_ranks_left_are_not_read(sd3_folder: Path, tmp_path: Path) -> None:
+    chain = Chain(str(sd3_folder), str(tmp_path / "chain"), **LOSSES["nft"])
+    (whole,) = Chain(str(sd3_folder), str(tmp_path / "whole"), **LOSSES["nft"]).run({})
+    name = "shard-00002-model-00001-of-00001.safetensors"
+    left_over = Path(chain.directory) / "0000" / "update" / "policy" / name
+    left_over.parent.mkdir(parents=True)
+    shutil.copy(next(Path(whole.policy.path).glob("shard-*")), left_over)
+    (out,) = chain.run({})
+    assert not left_over.exists()
+    assert out.policy.digest == whole.policy.digest
 
 
 @pytest.mark.parametrize("part", ["raw", "ema", "optimizer"])
