@@ -106,6 +106,7 @@ def killed_when(folder: Path, amid: Callable[[], bool], *words: str) -> None:
         assert command.poll() is None, (folder / "out.txt").read_text()
         assert time.monotonic() < end, (folder / "out.txt").read_text()
         time.sleep(0.005)
+    os.killpg(command.pid, signal.SIGSTOP)  # looking for processes takes longer than a stage's last moments
     left = marked(str(folder))
     os.killpg(command.pid, signal.SIGKILL)
     assert command.wait(10) == -signal.SIGKILL
@@ -115,8 +116,9 @@ def killed_when(folder: Path, amid: Callable[[], bool], *words: str) -> None:
 
 
 def records(run: Path) -> dict[str, bytes]:
-    """Records as they lie there, by place in the run."""
-    return {str(path.relative_to(run)): path.read_bytes() for path in run.glob("*/*/record.json")}
+    """Committed records as they lie there, by place in the run."""
+    found = [path for path in run.glob("*/*/record.json") if path.parent.suffix != ".partial"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
 
 def lasting(run: Path) -> dict[str, Any]:
