@@ -30,9 +30,9 @@ from schemas.contracts import (
 from schemas.errors import closest
 from schemas.losses import WeightSet
 from schemas.models import ModelConfig
-from schemas.sampling import FlowSdeSampler, OdeSampler
+from schemas.sampling import SAMPLERS, StochasticSampler
 
-_STOCHASTIC = [kind.model_fields["kind"].default for kind in (OdeSampler, FlowSdeSampler) if kind.stochastic]
+_STOCHASTIC = [kind.model_fields["kind"].default for kind in SAMPLERS if issubclass(kind, StochasticSampler)]
 
 
 def check(plan: Plan, found: Mistakes) -> None:
@@ -194,11 +194,12 @@ def _check_sampling(
 ) -> None:
     """What a loss asks of the node that sampled."""
     loss, needs = config.loss.kind, config.loss.needs
-    if needs.states and not sample.sampler.stochastic:
-        kinds = " or ".join(_STOCHASTIC)
+    if needs.states and not isinstance(sample.sampler, StochasticSampler):
+        first, *others = _STOCHASTIC
         message = f"{loss} needs the log-probs of stochastic steps, but the sampler of {drawn.name!r} is "
         found.add(
-            f"{message}{sample.sampler.kind!r}; write `sampler: {{kind: {kinds}}}` there", _at(plan, node, "loss")
+            f"{message}{sample.sampler.kind!r}; write `sampler: {{kind: {first}}}` there, or {', '.join(others)}",
+            _at(plan, node, "loss"),
         )
     if needs.states and sample.model != config.model:
         names = [n for n in type(sample.model).model_fields if getattr(sample.model, n) != getattr(config.model, n)]

@@ -14,7 +14,7 @@ from pipelines.edges import text_of
 from pipelines.plan import Edge, Plan, PlanNode
 from schemas.contracts import EncodeImagesConfig, PromptsConfig, SampleConfig, UpdateConfig
 from schemas.losses import LogitNormalTimes, NftLoss, ScheduleTimes, SftLoss, UniformTimes
-from schemas.sampling import FlowSdeSampler
+from schemas.sampling import StochasticSampler
 from schemas.shapes import RenderConfig
 
 WIDTH = 100
@@ -186,7 +186,7 @@ def _num_trained(config: UpdateConfig, drawn: PlanNode | None) -> tuple[int, str
         times: UniformTimes | LogitNormalTimes | ScheduleTimes = config.loss.times
         return config.epochs * times.draws, "(time, noise) pair"
     sampler = drawn.config.sampler if drawn and isinstance(drawn.config, SampleConfig) else None
-    steps = len(sampler.window.steps(sampler.steps, 0, 0)) if isinstance(sampler, FlowSdeSampler) else 1
+    steps = len(sampler.window.steps(sampler.steps, 0, 0)) if isinstance(sampler, StochasticSampler) else 1
     return config.epochs * steps, "stochastic step"
 
 

@@ -13,7 +13,7 @@ from pipelines.terminal import size
 from pipelines.unroll import Unrolled
 from schemas.contracts import EncodeConfig, EncodeImagesConfig, ExportConfig, SampleConfig, UpdateConfig
 from schemas.errors import UserError
-from schemas.sampling import FlowSdeSampler
+from schemas.sampling import StochasticSampler
 
 _LIGHT = 20_000  # bytes of a stage's small files: request, record, ids, scores
 _PIXEL = 2  # bytes of a pixel as PNG: 3 of noise, 0.7 of a flat drawing
@@ -56,7 +56,7 @@ def _row(plan: Plan, node: PlanNode, shape: ModelSize) -> int:
         return _ROW + 4 * shape.latents
     assert isinstance(config, SampleConfig)
     sampler, states = config.sampler, 0
-    if isinstance(sampler, FlowSdeSampler):
+    if isinstance(sampler, StochasticSampler):
         width = 2 if sampler.states == "float16" else 4
         states = (len(sampler.window.steps(sampler.steps, plan.seed, 0)) + 1) * width
     return _ROW + _PIXEL * shape.pixels + (4 + states) * shape.latents

@@ -19,7 +19,7 @@ from pipelines.plan import Plan, PlanNode
 from schemas.contracts import EncodeConfig, EncodeImagesConfig, SampleConfig, UpdateConfig
 from schemas.errors import UserError
 from schemas.models import ModelConfig
-from schemas.sampling import FlowSdeSampler
+from schemas.sampling import StochasticSampler
 
 _GIB = 2**30
 _PROCESS = _GIB // 2  # of Python with torch and diffusers, or of a CUDA context
@@ -206,7 +206,7 @@ def _gathered(plan: Plan, node: PlanNode, held: Held, total: int) -> int:
 def _sample(plan: Plan, config: SampleConfig, held: Held) -> Footprint:
     """Model calls and pictures of one micro-batch; what was drawn waits until a shard is whole."""
     sampler, size = config.sampler, held.size
-    window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) + 1 if isinstance(sampler, FlowSdeSampler) else 0
+    window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) + 1 if isinstance(sampler, StochasticSampler) else 0
     branches = 2 if sampler.guided else 1
     waiting = (4 * (window + 2) * size.latents + 3 * size.pixels) * plan.resources.shard_micro_batches
     call = branches * (held.activations.forward + _conditioning(held)) + 24 * size.latents
@@ -218,7 +218,7 @@ def _update(plan: Plan, node: PlanNode, config: UpdateConfig, held: Held) -> Foo
     drawn = source(plan, node, "trajectory")
     sampler = drawn.config.sampler if drawn and isinstance(drawn.config, SampleConfig) else None
     guided = config.loss.needs.states and sampler is not None and sampler.guided
-    window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) if isinstance(sampler, FlowSdeSampler) else 1
+    window = len(sampler.window.steps(sampler.steps, plan.seed, 0)) if isinstance(sampler, StochasticSampler) else 1
     resources, ranks, trained = plan.resources, plan.resources.processes, held.size.trained
     lanes = ranks // resources.context_parallel
     others = config.loss.needs.old_policy + (config.kl is not None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from schemas.artifacts import SamplesTable, TrajectoryTable
 from schemas.contracts import SampleConfig, SampleInputs, SampleOutputs
 from schemas.errors import NonFinite
-from schemas.sampling import FlowSdeSampler
+from schemas.sampling import StochasticSampler
 from schemas.tables import samples_schema, trajectory_schema
 from stages.behind import Behind
 from stages.context import StageContext
@@ -49,7 +49,7 @@ class Drawing:
     @property
     def storage(self) -> Literal["float32", "float16"]:
         """Dtype of stored states."""
-        return self.config.sampler.states if isinstance(self.config.sampler, FlowSdeSampler) else "float32"
+        return self.config.sampler.states if isinstance(self.config.sampler, StochasticSampler) else "float32"
 
     @property
     def taken(self) -> Taken:
@@ -89,7 +89,7 @@ def run(config: SampleConfig, inputs: SampleInputs, ctx: StageContext) -> Sample
 def _drawing(config: SampleConfig, inputs: SampleInputs, ctx: StageContext, engine: Engine) -> Drawing:
     # With fixed noise nothing at all may depend on the iteration.
     sampler, iteration = config.sampler, 0 if config.fixed_noise else ctx.iteration or 0
-    window = sampler.window.steps(sampler.steps, ctx.seed, iteration) if isinstance(sampler, FlowSdeSampler) else ()
+    window = sampler.window.steps(sampler.steps, ctx.seed, iteration) if isinstance(sampler, StochasticSampler) else ()
     embeddings = Embeddings(inputs.conditioning, engine.device)
     epoch = "fixed" if config.fixed_noise else iteration
     return Drawing(config, ctx, engine, embeddings, engine.adapter.schedule(sampler.steps), window, epoch)
@@ -132,12 +132,14 @@ def _rollout(drawing: Drawing, batch: MicroBatch) -> Rollout:
     shape = engine.adapter.latent_shape()
     with drawing.ctx.timed("data"):
         given = drawing.embeddings.of([batch.prompt_id] * len(batch.indices), sampler.guided)
+        alone = drawing.embeddings.of([batch.prompt_id], sampler.guided)
         noise = normal(shape, drawing.seeds(batch)).to(engine.device)
 
     def velocity(latents: Tensor, timesteps: Tensor) -> Tensor:
         nonlocal num_calls
         num_calls += 1
-        return engine.velocity(latents, timesteps, given, sampler.guidance_scale)
+        shared = given if len(latents) == len(noise) else alone
+        return engine.velocity(latents, timesteps, shared, sampler.guidance_scale)
 
     def step_noise(step: int) -> Tensor:
         seeds = [step_seed(drawing.ctx.seed, drawing.epoch, batch.prompt_id, i, step) for i in batch.indices]

@@ -26,7 +26,9 @@ class Trajectory:
     def __init__(self, config: UpdateConfig, rows: Rows, ctx: StageContext, engine: Engine) -> None:
         self.config, self.rows, self.ctx = config, rows, ctx
         if rows.ref.num_steps == 0:
-            raise InputError(f"{ctx.place}: loss {config.loss.kind!r} needs stored steps; sample with `flow_sde`")
+            raise InputError(
+                f"{ctx.place}: loss {config.loss.kind!r} needs stored steps; sample with a stochastic stepper"
+            )
         self.sampler: SamplerConfig = TypeAdapter(SamplerConfig).validate_python(rows.ref.sampler)
         self.bound = _bound(config.loss) if isinstance(config.loss, GrpoLoss) else None
         batches: dict[int, list[int]] = defaultdict(list)

@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schemas.sampling import SamplerConfig
+from schemas.sampling import SamplerConfig, StochasticSampler
+from stages.sde.cps import cps
+from stages.sde.dance_sde import dance_sde
+from stages.sde.ddim import ddim
 from stages.sde.flow_sde import flow_sde
 from stages.sde.moments import Moments, Point, log_prob
-from stages.sde.ode import ode
 
 Stepper = Callable[[Any, Tensor, Tensor, Point], Moments]
 
-STEPPERS: dict[str, Stepper] = {"ode": ode, "flow_sde": flow_sde}
+STEPPERS: dict[str, Stepper] = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps, "ddim": ddim}
 
 
 class Transition(NamedTuple):
@@ -40,7 +42,7 @@ def transition(
     With noise, the next state is rounded to the storage dtype before its log-prob, so that replay is exact.
     Raises ValueError for a stepper without noise, whose steps have no density.
     """
-    if not config.stochastic:
+    if not isinstance(config, StochasticSampler):
         raise ValueError(f"stepper {config.kind!r} adds no noise, so its steps have no log-prob; use a stochastic one")
     moments = STEPPERS[config.kind](config, latents.float(), velocity.float(), point.like(latents))
     if noise is not None and next_latents is None:

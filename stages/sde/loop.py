@@ -11,7 +11,7 @@ from schemas.sampling import SamplerConfig
 from stages.models import NoiseSchedule
 from stages.sde import transition
 from stages.sde.moments import Point
-from stages.sde.ode import ode
+from stages.sde.ode import SOLVERS, Past, estimate
 
 
 class Rollout(NamedTuple):
@@ -31,27 +31,33 @@ def denoise(
     window: tuple[int, ...],
     storage: torch.dtype = torch.float32,
 ) -> Rollout:
-    """From noise (batch, ...) to latents: the sampler's stepper inside the window, ODE outside.
+    """From noise (batch, ...) to latents: the sampler's stepper inside the window, its ODE solver outside.
 
     `velocity(latents, timesteps)` takes timesteps (batch,); `step_noise(step)` gives noise like the latents. States are
-    kept in the storage dtype. NonFinite names the step and the places in the batch. ValueError for a window with gaps
-    or with the last step.
+    kept in the storage dtype. With a shared prefix the steps before the window are taken once, with a batch of 1.
+    NonFinite names the step and the places in the batch. ValueError for a window with gaps or with the last step.
     """
     _fits(window, len(schedule.timesteps))
     latents = noise.to(storage).float() if 0 in window else noise.float()
+    latents = latents[: sampler.num_prefixes(len(latents))] if window and window[0] > 0 else latents
     states, log_probs = [], []
+    past: Past | None = None
     for step, timestep in enumerate(schedule.timesteps):
+        if window and step == window[0]:
+            latents = latents.expand_as(noise).contiguous()
         point = Point(schedule.sigmas[step], schedule.sigmas[step + 1], schedule.sigmas[1])
         predicted = velocity(latents, timestep.to(latents.device).expand(len(latents)))
         if step not in window:
-            latents = ode(sampler, latents, predicted.float(), point.like(latents)).mean
+            here, predicted = point.like(latents), predicted.float()
+            after = SOLVERS[sampler.solver](latents, predicted, here, past)
+            latents, past = after, estimate(latents, predicted, here)
             if step + 1 in window:
                 latents = latents.to(storage).float()
         else:
             if not states:
                 states.append(latents)
             taken = transition(sampler, latents, predicted, point, noise=step_noise(step), storage=storage)
-            latents = taken.next_latents
+            latents, past = taken.next_latents, None
             states.append(latents)
             log_probs.append(taken.log_prob)
         _finite(latents, step)

@@ -23,6 +23,14 @@ class Point(NamedTuple):
         return Point(*(value.to(latents.device, torch.float32).reshape(shape) for value in self))
 
 
+def require_noise(eta: float, point: Point) -> None:
+    """ValueError at eta <= 0, where a step has no density, and at sigma' = 0, which is never stochastic."""
+    if eta <= 0:
+        raise ValueError(f"a stochastic step needs eta > 0, got {eta}; use the stepper `ode` for steps without noise")
+    if bool((point.sigma_next <= 0).any()):
+        raise ValueError("a step to sigma 0 cannot be stochastic; end the window before the last step")
+
+
 class Moments(NamedTuple):
     """Mean (batch, ...) of the next latents, and the FULL standard deviation of the step, broadcastable to it."""
 

@@ -11,10 +11,12 @@ from PIL import Image
 from pipelines.load import load
 from schemas import tables
 from schemas.losses import KlConfig
+from schemas.sampling import Window
 from stages.losses import LOSSES
 from stages.models import ADAPTERS
 from stages.rewards import REWARDS
 from stages.sde import STEPPERS
+from stages.sde.ode import SOLVERS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,7 +45,11 @@ def test_every_kind_it_names_is_there_and_none_is_left_out() -> None:
     assert words(row("models", "shelf")) == set(ADAPTERS)
     assert words(row("losses", "shelf")) == set(LOSSES)
     assert words(row("rewards", "shelf")) == {*REWARDS, "external"}
-    assert set(STEPPERS) <= words(row("samplers", "shelf"))
+    assert words(row("samplers that give a log-prob", "shelf")) == set(STEPPERS)
+    assert set(SOLVERS) <= words(row("samplers that give none", "shelf"))
+    assert words(row("windows of stochastic steps", "shelf")) == {
+        kind.model_fields["kind"].default for kind in get_args(get_args(Window)[0])
+    }
     assert words(row("KL to the base", "shelf")) == set(get_args(KlConfig.model_fields["kind"].annotation))
 
 

@@ -4,13 +4,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from schemas.contracts import CONTRACTS, AdvantageConfig, PromptsConfig, SampleConfig, ScoreConfig
 from schemas.losses import EmaConfig, GrpoLoss, LearningRate, OldPolicyConfig, OptimizerConfig, UniformTimes
 from schemas.models import LoraConfig, Sd3Model
 from schemas.rewards import JpegSizeReward
-from schemas.sampling import AllSteps, FlowSdeSampler, OdeSampler, RandomWindow
+from schemas.sampling import (
+    SAMPLERS,
+    AllSteps,
+    FixedWindow,
+    FlowSdeSampler,
+    OdeSampler,
+    ProgressiveWindow,
+    RandomWindow,
+    SamplerConfig,
+    Window,
+)
 from schemas.seeds import seed_of
 from schemas.strict import Strict
 
@@ -73,11 +83,50 @@ def test_a_random_window_covers_the_noisy_half_by_default() -> None:
 
 @pytest.mark.parametrize(
     ("window", "steps"),
-    [(RandomWindow(size=1, range=(0, 6)), 6), (RandomWindow(size=4), 4), (AllSteps(), 1)],
+    [
+        (RandomWindow(size=1, range=(0, 6)), 6),
+        (RandomWindow(size=4), 4),
+        (AllSteps(), 1),
+        (FixedWindow(first=2, size=2), 4),
+        (ProgressiveWindow(size=2, range=(1, 6)), 6),
+    ],
 )
-def test_the_last_step_is_never_in_a_window(window: AllSteps | RandomWindow, steps: int) -> None:
+def test_the_last_step_is_never_in_a_window(window: Window, steps: int) -> None:
     with pytest.raises(ValidationError, match="last"):
         FlowSdeSampler(steps=steps, window=window)
+
+
+def test_a_progressive_window_slides_and_starts_over() -> None:
+    window = ProgressiveWindow(size=2, range=(1, 5), every=3)
+    assert [window.steps(10, 0, i)[0] for i in range(12)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 1, 1, 1]
+    assert window.steps(10, 0, 4) == (2, 3)
+    assert [ProgressiveWindow().steps(6, 0, i) for i in range(4)] == [(0,), (1,), (2,), (0,)]
+
+
+def test_a_fixed_window_stays() -> None:
+    assert {FixedWindow(first=1, size=2).steps(6, seed, i) for seed in range(3) for i in range(9)} == {(1, 2)}
+
+
+def test_all_samplers_are_kinds_of_the_union() -> None:
+    kinds = {one.model_fields["kind"].default for one in SAMPLERS}
+    for kind in kinds:
+        assert TypeAdapter(SamplerConfig).validate_python({"kind": kind}).kind == kind
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(SamplerConfig).validate_python({"kind": "heun"})
+    assert all(f"'{kind}'" in str(error.value) for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", ["cps", "ddim"])
+def test_their_noise_is_at_most_all(kind: str) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 1"):
+        TypeAdapter(SamplerConfig).validate_python({"kind": kind, "eta": 1.1})
+
+
+def test_a_shared_prefix_needs_shared_noise_and_steps_before_the_window() -> None:
+    with pytest.raises(ValidationError, match="shared_prefix needs shared_noise"):
+        FlowSdeSampler(shared_prefix=True, window=RandomWindow())
+    with pytest.raises(ValidationError, match="steps before the window"):
+        FlowSdeSampler(shared_prefix=True, shared_noise=True)
 
 
 def test_a_window_fits_its_range() -> None:

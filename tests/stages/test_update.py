@@ -50,6 +50,21 @@ def test_the_ratio_is_one_at_the_first_update(sd3_folder: Path, tmp_path: Path, 
             assert {value.dtype for value in load(out.policy, name).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("window", [{"kind": "progressive", "size": 2}, {"kind": "fixed", "first": 1}])
+@pytest.mark.parametrize("kind", ["dance_sde", "cps", "ddim"])
+def test_every_stochastic_step_is_replayed_to_the_last_bit(
+    sd3_folder: Path, tmp_path: Path, kind: str, window: dict[str, Any]
+) -> None:
+    sampler = {"kind": kind, "steps": 5, "eta": 0.4, "window": window, "outside": "ode_dpm"}
+    sampler |= {"shared_noise": True, "shared_prefix": True}
+    first, second = chain(sd3_folder, tmp_path, sampler=sampler, iterations=2).run({})
+    for out in (first, second):
+        assert out.metrics["train/ratio_mean"] == 1.0
+        assert out.metrics["train/ratio_max_deviation"] == 0.0
+        assert out.metrics["train/grad_norm"] > 0.0
+    assert first.policy.digest != second.policy.digest
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("update", [GRPO, NFT], ids=["grpo", "nft"])
 def test_a_warm_run_a_cold_run_and_a_resumed_run_are_equal(
